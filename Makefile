@@ -1,0 +1,29 @@
+# The one way in: `make demo` and `make test` work as the first command on a machine with Python 3.11 and make.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+READY = $(VENV)/.installed
+
+.PHONY: install demo test lint clean
+
+install: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/mgtta demo
+
+# one thread a process: two processes with two threads each would fight for two cores
+test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -q
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

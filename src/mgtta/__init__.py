@@ -1,0 +1,67 @@
+"""mgtta: online test-time adaptation of image classifiers with a learned optimizer."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+if TYPE_CHECKING:
+    from mgtta.checkpoint import import_released, load_generator, save_generator
+    from mgtta.evaluation import Record, evaluate
+    from mgtta.generator import MetaGradientGenerator
+    from mgtta.meta import meta_train
+    from mgtta.models import Classifier, load_model
+    from mgtta.optim.mgg import MGG
+    from mgtta.params import norm_parameters
+    from mgtta.recipes import create
+    from mgtta.source import SourceStatistics, load_source, save_source, source_statistics
+
+_HOME = {  # loaded at first use, so that the command line answers without importing torch
+    "Classifier": "models",
+    "MGG": "optim.mgg",
+    "MetaGradientGenerator": "generator",
+    "Record": "evaluation",
+    "SourceStatistics": "source",
+    "create": "recipes",
+    "evaluate": "evaluation",
+    "import_released": "checkpoint",
+    "load_generator": "checkpoint",
+    "load_model": "models",
+    "load_source": "source",
+    "meta_train": "meta",
+    "norm_parameters": "params",
+    "save_generator": "checkpoint",
+    "save_source": "source",
+    "source_statistics": "source",
+}
+
+__all__ = [
+    "MGG",
+    "Classifier",
+    "MetaGradientGenerator",
+    "Record",
+    "SourceStatistics",
+    "create",
+    "evaluate",
+    "import_released",
+    "load_generator",
+    "load_model",
+    "load_source",
+    "meta_train",
+    "norm_parameters",
+    "save_generator",
+    "save_source",
+    "source_statistics",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

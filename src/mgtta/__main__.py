@@ -1,0 +1,3 @@
+from mgtta.cli import main
+
+main()

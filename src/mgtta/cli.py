@@ -1,0 +1,280 @@
+"""The command line: each command a few lines over public functions. torch is imported by the commands alone."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Adapt an image classifier online, without labels, while it works on shifted data.",
+)
+
+Model = Annotated[str, typer.Option(help="A timm name, or glyphs_vit, the small ViT that comes along.")]
+Checkpoint = Annotated[Path | None, typer.Option(help="Weights: .safetensors, or .pth of plain tensors.")]
+NumClasses = Annotated[int | None, typer.Option(help="Classes of the checkpoint, if not the model's default.")]
+Source = Annotated[str | None, typer.Option(help="Source statistics: a file, or the name of a shipped model.")]
+Clean = Annotated[Path | None, typer.Option(help="Clean images to take the statistics from, if there are none yet.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default the GPU if there is one.")]
+Size = Annotated[int | None, typer.Option(help="Side of the images; by default the model's own.")]
+Skip = Annotated[bool, typer.Option("--skip-unreadable", help="Skip and count unreadable images.")]
+
+
+@app.command()
+def adapt(
+    data: Annotated[Path, typer.Argument(help="A folder of images, a tree of class folders, or WebDataset tars.")],
+    model: Model,
+    out: Annotated[Path, typer.Option(help="Predictions: .csv or .jsonl.")] = Path("predictions.csv"),
+    method: Annotated[str, typer.Option(help="See `mgtta list`.")] = "mgtta",
+    checkpoint: Checkpoint = None,
+    num_classes: NumClasses = None,
+    source: Source = None,
+    clean: Clean = None,
+    setting: Annotated[list[str], typer.Option("--set", help="A setting of the method, such as lr=5e-3.")] = [],  # noqa: B006
+    batch_size: int = 64,
+    first: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
+    state: Annotated[Path | None, typer.Option(help="Where to save the adapted state.")] = None,
+    start: Annotated[Path | None, typer.Option(help="A saved state to go on from.")] = None,
+    size: Size = None,
+    skip_unreadable: Skip = False,
+    device: Device = None,
+) -> None:
+    """Predict a folder or tar of images, adapting along the way; write the predictions and the state."""
+    import mgtta
+    from mgtta.data.streams import stream
+    from mgtta.files import read_tree, write_tree
+    from mgtta.predictions import prediction_file
+    from mgtta.recipes import needs_source
+
+    classifier, images = _model_and_data(model, checkpoint, num_classes, data, size, skip_unreadable, device)
+    settings = _settings(setting)
+    if needs_source(method):
+        settings["source"] = _source(classifier, source, clean, size)
+    adapted = mgtta.create(method, classifier, **settings)
+    if start is not None:
+        adapted.load_state_dict(read_tree(start)[0])
+    batches = stream(images, batch_size=batch_size, shuffle=False, first=first, domain=data.name)
+    with _progress() as progress, prediction_file(out, images.name, images.classes) as file:
+        task = progress.add_task(f"{method} on {data.name}", total=len(batches))
+
+        def on_batch(record: Any, batch: Any, logits: Any) -> None:
+            file.write(batch, logits)
+            progress.advance(task)
+
+        [record] = mgtta.evaluate(adapted, batches, reset="never", on_batch=on_batch)
+    if state is not None:
+        write_tree(state, adapted.state_dict(), {"kind": "mgtta state"})
+    accuracy = "" if record.top1 is None else f", {record.top1:.1f} % right"
+    skipped = f", {len(images.skipped)} images unreadable" if images.skipped else ""
+    typer.echo(f"{record.images} images{accuracy}; {record.updates} updates, {record.skipped} skipped{skipped} -> {out}")
+
+
+@app.command()
+def train(
+    data: Annotated[Path, typer.Argument(help="Images to learn from, unlabelled: a folder, tree or tar.")],
+    model: Model,
+    out: Annotated[Path, typer.Option(help="The generator, .safetensors.")] = Path("generator.safetensors"),
+    checkpoint: Checkpoint = None,
+    num_classes: NumClasses = None,
+    source: Source = None,
+    clean: Clean = None,
+    corrupt: Annotated[
+        bool, typer.Option("--corrupt", help="The images are clean: shift them by the four validation corruptions.")
+    ] = False,
+    images: Annotated[int, typer.Option(help="How many images.")] = 128,
+    steps: int = 2000,
+    batch_size: int = 2,
+    lr: Annotated[float, typer.Option(help="The model's, while training.")] = 1e-4,
+    outer_lr: Annotated[float, typer.Option(help="The generator's.")] = 1e-2,
+    hidden_size: int = 8,
+    memory: Annotated[str, typer.Option(help="gml, or lstm for the ablation.")] = "gml",
+    seed: int = 0,
+    run: Annotated[Path | None, typer.Option(help="A file that keeps the run, to go on after a kill.")] = None,
+    size: Size = None,
+    skip_unreadable: Skip = False,
+    device: Device = None,
+) -> None:
+    """Train a generator, the learned optimizer, on a few unlabelled images (Algorithm 1)."""
+    import torch
+
+    import mgtta
+    from mgtta.data.corruptions import VALIDATION_CORRUPTIONS
+    from mgtta.data.streams import corrupted, stream
+
+    classifier, found = _model_and_data(model, checkpoint, num_classes, data, size, skip_unreadable, device)
+    statistics = _source(classifier, source, clean, size)
+    domains = corrupted(found, VALIDATION_CORRUPTIONS) if corrupt else [found]
+    share = -(-images // len(domains))
+    parts = [
+        batch.x for d in domains for batch in stream(d, batch_size=share, first=share, shuffle=not corrupt, seed=seed)
+    ]
+    x = torch.cat(parts)[:images]
+    generator = mgtta.meta_train(
+        classifier, statistics, x, steps=steps, batch_size=batch_size, lr=lr, outer_lr=outer_lr,
+        hidden_size=hidden_size, memory=memory, seed=seed, checkpoint=run,
+    )  # fmt: skip
+    mgtta.save_generator(generator, out, command=_command())
+    best = generator.about["best"]
+    typer.echo(f"{len(x)} images, {steps} steps; best objective {-best['score']:.4f} at step {best['step']} -> {out}")
+
+
+@app.command()
+def source(
+    data: Annotated[Path, typer.Argument(help="Clean, in-distribution images, unlabelled.")],
+    model: Model,
+    out: Annotated[Path, typer.Option(help="The statistics, .safetensors.")] = Path("source.safetensors"),
+    checkpoint: Checkpoint = None,
+    num_classes: NumClasses = None,
+    images: Annotated[int, typer.Option(help="How many images.")] = 1000,
+    size: Size = None,
+    skip_unreadable: Skip = False,
+    device: Device = None,
+) -> None:
+    """Take the source statistics of a model from clean images, once, before it is deployed."""
+    import mgtta
+    from mgtta.data.streams import stream
+
+    classifier, found = _model_and_data(model, checkpoint, num_classes, data, size, skip_unreadable, device)
+    statistics = mgtta.source_statistics(classifier, stream(found, first=images))
+    mgtta.save_source(statistics, out)
+    typer.echo(f"{statistics.images} images, {len(statistics.mean)} layers -> {out}")
+
+
+@app.command()
+def corrupt(
+    data: Annotated[Path, typer.Argument(metavar="IN", help="A folder or tree of clean images.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="<corruption>/<severity>/<class>/<name>.JPEG")],
+    corruption: Annotated[list[str], typer.Option(help="Names; by default the 15 of the benchmark.")] = [],  # noqa: B006
+    severity: Annotated[list[int], typer.Option(help="1 to 5; by default all.")] = [],  # noqa: B006
+    size: Annotated[int, typer.Option(help="Side of the images.")] = 224,
+    seed: int = 0,
+) -> None:
+    """Write a corrupted copy of an image tree, in the layout of ImageNet-C; goes on after a kill."""
+    from mgtta.data.corruptions import CORRUPTIONS, SEVERITIES
+    from mgtta.data.export import corrupt_folder
+
+    report = corrupt_folder(
+        data, out, corruptions=corruption or list(CORRUPTIONS), severities=severity or list(SEVERITIES), seed=seed, size=size
+    )
+    typer.echo(str(report))
+
+
+@app.command("list")
+def list_() -> None:
+    """The methods with their settings, the generators, models and corruptions."""
+    from mgtta.listing import tables
+
+    _print(*tables())
+
+
+@app.command()
+def doctor() -> None:
+    """Versions, devices, and what is missing and how to get it."""
+    from mgtta.listing import health
+
+    table, well = health()
+    _print(table)
+    raise typer.Exit(0 if well else 1)
+
+
+@app.command()
+def demo(
+    images: Annotated[int, typer.Option(help="Images of each corruption.")] = 320,
+    methods: Annotated[str, typer.Option(help="Names, separated by commas; see `mgtta list`.")] = "noadapt,mgtta",
+    device: Device = None,
+) -> None:
+    """Rendered characters under 15 corruptions: a small ViT as it is, and adapting. Needs no download."""
+    from mgtta.demo import run
+
+    _print(run(images, methods.split(","), _device(device)))
+
+
+def main() -> None:
+    """Errors that say what was wrong and what to do are printed without a trace (MGTTA_TRACE=1 shows it)."""
+    try:
+        app()
+    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
+        if os.environ.get("MGTTA_TRACE"):
+            raise
+        typer.secho(f"error: {error}", fg="red", err=True)
+        sys.exit(2)
+
+
+def _model_and_data(
+    model: str, checkpoint: Path | None, num_classes: int | None, data: Path, size: int | None, skip: bool, device: str | None
+) -> tuple[Any, Any]:
+    import mgtta
+
+    arguments = {} if num_classes is None else {"num_classes": num_classes}
+    classifier = mgtta.load_model(model, checkpoint=checkpoint, **arguments)
+    images = _open(data, classifier, size, skip)
+    if images.class_indices is not None:
+        classifier = mgtta.load_model(model, checkpoint=checkpoint, classes=images.class_indices, **arguments)
+    return classifier.to(_device(device)), images
+
+
+def _open(data: Path, classifier: Any, size: int | None, skip: bool = False) -> Any:
+    from mgtta.data.datasets import open_dataset
+
+    side, crop = classifier.input_size
+    return open_dataset(str(data), size=size or side, crop_pct=crop, on_error="skip" if skip else "raise")
+
+
+def _source(classifier: Any, source: str | None, clean: Path | None, size: int | None) -> Any:
+    import mgtta
+    from mgtta.data.streams import stream
+
+    if source is not None:
+        return mgtta.load_source(source)
+    if clean is not None:
+        return mgtta.source_statistics(classifier, stream(_open(clean, classifier, size), first=1000))
+    raise ValueError("source statistics are needed: --source FILE, or --clean FOLDER of clean images")
+
+
+def _settings(pairs: list[str]) -> dict[str, Any]:
+    import ast
+
+    settings = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--set takes name=value, not {pair!r}")
+        try:
+            settings[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            settings[key] = value
+    return settings
+
+
+def _device(device: str | None) -> str:
+    import torch
+
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _progress() -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _print(*tables: Any) -> None:
+    from rich.console import Console
+
+    console = Console()
+    for table in tables:
+        console.print(table)
+
+
+def _command() -> str:
+    return " ".join(["mgtta", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

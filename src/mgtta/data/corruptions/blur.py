@@ -1,0 +1,95 @@
+"""Blur: defocus, glass, motion, zoom, gaussian. x is uint8 (N, 3, H, W); results are on the same scale."""
+
+from math import ceil, floor, isqrt
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .filters import enlarge, gaussian, motion, shrink
+from .random import Random
+
+
+def gaussian_blur(x: Tensor, rng: Random, severity: int) -> Tensor:
+    sigma = (1, 2, 3, 4, 6)[severity - 1]
+    return gaussian(x.float(), sigma * shrink(x))
+
+
+def defocus_blur(x: Tensor, rng: Random, severity: int) -> Tensor:
+    """A disc of equal weights with a soft edge: differences of running sums along the rows (int32, exact)."""
+    radius = max(1.0, (3, 4, 6, 8, 10)[severity - 1] * shrink(x))
+    reach = floor(radius)
+    half_widths = [isqrt(floor(radius**2 - dy**2)) for dy in range(-reach, reach + 1)]
+
+    H, W = x.shape[-2:]
+    y = F.pad(x.float(), (reach + 1,) * 4, mode="reflect").int()
+    if severity > 1:  # [7 50 7] / 64: a Gaussian of sigma 0.5
+        y = 50 * y[..., 1:-1, :] + 7 * (y[..., :-2, :] + y[..., 2:, :])
+        y = 50 * y[..., 1:-1] + 7 * (y[..., :-2] + y[..., 2:])
+    else:
+        y = 4096 * y[..., 1:-1, 1:-1]
+    sums = F.pad(y.cumsum(-1, dtype=torch.int32), (1, 0))  # sums[w] is over the columns before w
+    out = torch.zeros_like(x, dtype=torch.int32)
+    for top, half in enumerate(half_widths):
+        rows = sums[..., top : top + H, :]
+        out += rows[..., reach + half + 1 :][..., :W]
+        out -= rows[..., reach - half :][..., :W]
+    area = sum(2 * half + 1 for half in half_widths)
+    # the largest discs fill the grid they are softened on, whose mirrored border adds a percent of light
+    gain = 1 + 8 * 7 / 64 * (half_widths[1] - half_widths[0]) / area if severity >= 4 else 1
+    return out.float() * (gain / (4096 * area))
+
+
+def glass_blur(x: Tensor, rng: Random, severity: int) -> Tensor:
+    """Blur, copy each pixel from a random neighbour, blur.
+
+    The published code walks back over the pixels and means to swap; the two views share memory, so each pixel
+    takes its neighbour's value, and that is the neighbour's new one where the walk has been. Here all pixels
+    are followed at once, by pointer doubling: the same distribution.
+    """
+    sigma, delta, rounds = ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2))[severity - 1]
+    sigma, delta = sigma * shrink(x), max(1, round(delta * shrink(x)))
+    y = gaussian(x.float(), sigma).floor().flatten(2)
+    walk = _shuffle(rng, delta, *x.shape[-2:])
+    for _ in range(rounds - 1):
+        walk = walk.gather(1, _shuffle(rng, delta, *x.shape[-2:]))
+    y = y.gather(2, walk[:, None].expand_as(y)).view(x.shape)
+    return gaussian(y, sigma)
+
+
+def _shuffle(rng: Random, delta: int, H: int, W: int) -> Tensor:
+    """(N, HW): the pixel that each pixel's value comes from, after one walk."""
+    h, w = H - 2 * delta, W - 2 * delta  # the walk leaves a border out
+    here = torch.arange(H * W, device=rng.key.device).view(H, W)
+    inner = here[delta + 1 : H - delta + 1, delta + 1 : W - delta + 1]
+    dy, dx = (rng.integers(2 * delta, h, w) - delta for _ in range(2))
+    there = inner + dy * W + dx  # (N, h, w)
+
+    # a pixel that the walk has passed is after this one in raster order, and not in the border
+    row, column = torch.div(there, W, rounding_mode="floor"), there % W
+    passed = (there > inner) & (row > delta) & (row <= H - delta) & (column > delta) & (column <= W - delta)
+    link = (~here).expand(len(there), H, W).clone()  # ~pixel: the walk ends there
+    link[:, delta + 1 : H - delta + 1, delta + 1 : W - delta + 1] = torch.where(passed, there, ~there)
+    link = link.flatten(1)
+    for _ in range(6):  # 64 links; half of the walks end at each one
+        link = torch.where(link < 0, link, link.gather(1, link.clamp(min=0)))
+    return torch.where(link < 0, ~link, link)
+
+
+def motion_blur(x: Tensor, rng: Random, severity: int) -> Tensor:
+    radius, sigma = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))[severity - 1]
+    angle = rng.uniform() * 90 - 45
+    return motion(x.float(), max(1, round(radius * shrink(x))), sigma * shrink(x), angle)
+
+
+def zoom_blur(x: Tensor, rng: Random, severity: int) -> Tensor:
+    """The mean of the image and of its centre at growing enlargements."""
+    step, count = ((0.01, 12), (0.01, 16), (0.02, 11), (0.02, 13), (0.03, 11))[severity - 1]
+    H, W = x.shape[-2:]
+    x = x.float().contiguous(memory_format=torch.channels_last)  # interpolates faster
+    out = 2 * x  # the image itself, and enlarged by 1
+    for factor in (1 + i * step for i in range(1, count)):
+        h, w = ceil(H / factor), ceil(W / factor)
+        top, left = (H - h) // 2, (W - w) // 2
+        out += enlarge(x[..., top : top + h, left : left + w], factor)[..., :H, :W]
+    return out / (count + 1)

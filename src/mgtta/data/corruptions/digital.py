@@ -1,0 +1,80 @@
+"""Digital: contrast, saturate, elastic, pixelate, JPEG. x is uint8 (N, 3, H, W); results are on its scale."""
+
+from functools import lru_cache, reduce
+from io import BytesIO
+from operator import add
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from .filters import gaussian, shrink
+from .random import Random
+
+
+def contrast(x: Tensor, rng: Random, severity: int) -> Tensor:
+    keep = (0.4, 0.3, 0.2, 0.1, 0.05)[severity - 1]
+    mean = x.sum((2, 3), keepdim=True, dtype=torch.int64) / (x.shape[2] * x.shape[3])
+    return (x - mean) * keep + mean
+
+
+def saturate(x: Tensor, rng: Random, severity: int) -> Tensor:
+    """HSV's saturation scaled and shifted, its hue and value kept; grey has the hue of red."""
+    scale, shift = ((0.3, 0), (0.1, 0), (2, 0), (5, 0.1), (20, 0.2))[severity - 1]
+    x = x.float()
+    value, low = x.amax(1, keepdim=True), x.amin(1, keepdim=True)
+    spread = value - low
+    saturation = (spread / value.clamp(min=1) * scale + shift).clamp(0, 1)
+    red = torch.arange(3, device=x.device).clamp(max=1).view(3, 1, 1)
+    depth = torch.where(spread > 0, (value - x) / spread.clamp(min=1), red)  # largest channel 0, least 1
+    return value * (1 - saturation * depth)
+
+
+def elastic_transform(x: Tensor, rng: Random, severity: int) -> Tensor:
+    """Each pixel is taken from a place displaced by smooth noise."""
+    alpha = 250 * (0.05, 0.065, 0.085, 0.1, 0.12)[severity - 1] * shrink(x)
+    H, W = x.shape[-2:]
+    noise = (rng.bits(2, H, W) >> 8) + 0.5  # within ±128
+    shift = gaussian(noise, 0.005 * (H + W), truncate=3, mirror=True) * (alpha * 0.005 * H / 128)  # pixels
+    columns = torch.arange(W, device=x.device) + shift[:, 0] + 0.5  # (N, H, W)
+    rows = torch.arange(H, device=x.device)[:, None] + shift[:, 1] + 0.5
+    grid = torch.stack((columns * (2 / W) - 1, rows * (2 / H) - 1), dim=-1)
+    return F.grid_sample(x.float(), grid, padding_mode="reflection", align_corners=False)
+
+
+def pixelate(x: Tensor, rng: Random, severity: int) -> Tensor:
+    """Averages over boxes, each spread over its place."""
+    keep = (0.6, 0.5, 0.4, 0.3, 0.25)[severity - 1]
+    (rows, heights, up), (columns, widths, left) = (_boxes(n, int(n * keep), x.device) for n in x.shape[-2:])
+    y = F.pad(x.short(), (0, 1, 0, 1))  # the last row and column, zero, stand for "no pixel"
+    y = reduce(add, (y.index_select(2, tap) for tap in rows))
+    y = reduce(add, (_columns(y, tap) for tap in columns))
+    y = (y / (heights[:, None] * widths) + 0.5).to(torch.uint8)
+    return _columns(y, left).index_select(2, up)
+
+
+def _columns(x: Tensor, which: Tensor) -> Tensor:
+    return x.gather(3, which.expand(*x.shape[:3], -1))  # on a CPU faster than index_select
+
+
+@lru_cache(maxsize=32)
+def _boxes(n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """n pixels in m boxes: the pixels of each (taps, m), their number (m,), the box shown at a pixel (n,)."""
+    edges = (torch.arange(m + 1, dtype=torch.float64) * n / m + 0.5).long()
+    sizes = edges.diff()
+    taps = torch.arange(int(sizes.max()))[:, None]
+    pixels = torch.where(taps < sizes, edges[:-1] + taps, n)
+    shown = ((torch.arange(n, dtype=torch.float64) + 0.5) * m / n).long()
+    return pixels.to(device), sizes.to(device, torch.float32), shown.to(device)
+
+
+def jpeg_compression(x: Tensor, rng: Random, severity: int) -> Tensor:
+    quality = (25, 18, 15, 10, 7)[severity - 1]
+    out = torch.empty_like(x, device="cpu")
+    for image, new in zip(x.cpu().numpy(), out, strict=True):
+        buffer = BytesIO()
+        Image.merge("RGB", [Image.fromarray(plane) for plane in image]).save(buffer, "JPEG", quality=quality)
+        new.copy_(torch.from_numpy(np.array(Image.open(buffer))).permute(2, 0, 1))
+    return out.to(x.device)

@@ -1,0 +1,51 @@
+"""Noise: gaussian, shot, impulse, speckle. x is uint8 (N, 3, H, W); results are on the same scale."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .random import LEVELS, Random, lookup, quantiles
+
+
+def gaussian_noise(x: Tensor, rng: Random, severity: int) -> Tensor:
+    std = (0.08, 0.12, 0.18, 0.26, 0.38)[severity - 1]
+    return x + rng.normal(*x.shape[1:], std=255 * std)
+
+
+def shot_noise(x: Tensor, rng: Random, severity: int) -> Tensor:
+    photons = (60, 25, 12, 5, 3)[severity - 1]
+    bits = rng.bits(*x.shape[1:])
+    u = (bits.int() + LEVELS // 2) >> 2
+    table = _poisson_table(photons, x.device)
+    return table.index_select(0, ((x.int() << 14) + u).view(-1)).view(x.shape)
+
+
+@lru_cache(maxsize=8)
+def _poisson_table(photons: int, device: torch.device) -> Tensor:
+    """(256 * 2^14,) uint8: for each grey level, the 8-bit outcomes of Poisson counts, equally likely."""
+    rate = torch.arange(256, dtype=torch.float64)[:, None] / 255 * photons
+    count = torch.arange(photons + 1, dtype=torch.float64)  # more are clipped to white
+    mass = torch.exp(torch.xlogy(count, rate) - rate - torch.lgamma(count + 1))  # (256, counts)
+    edges = (mass.cumsum(1)[:, :-1] * (1 << 14)).round().long()  # where the next count begins
+    steps = torch.zeros(256, (1 << 14) + 1, dtype=torch.int64)
+    steps.scatter_add_(1, edges.clamp(max=1 << 14), torch.ones_like(edges))
+    counts = steps.cumsum(1)[:, :-1]
+    return (counts * 255 // photons).to(torch.uint8).flatten().to(device)
+
+
+def impulse_noise(x: Tensor, rng: Random, severity: int) -> Tensor:
+    amount = (0.03, 0.06, 0.09, 0.17, 0.27)[severity - 1]
+    bits = rng.bits(*x.shape[1:])
+    salt, either = (round(LEVELS * (share - 0.5)) for share in (amount / 2, amount))
+    return x.masked_fill(bits < either, 0).masked_fill(bits < salt, 255)
+
+
+def speckle_noise(x: Tensor, rng: Random, severity: int) -> Tensor:
+    std = (0.15, 0.2, 0.35, 0.45, 0.6)[severity - 1]
+    return x * lookup(_gain_table(std, x.device), rng.bits(*x.shape[1:]))
+
+
+@lru_cache(maxsize=8)
+def _gain_table(std: float, device: torch.device) -> Tensor:
+    return (1 + std * quantiles()).float().to(device)

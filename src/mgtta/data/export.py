@@ -1,0 +1,215 @@
+"""An image tree in, a tree in the shape of ImageNet-C out: `mgtta corrupt IN OUT`."""
+
+import json
+import os
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .corruptions import CORRUPTIONS, SEVERITIES, VALIDATION_CORRUPTIONS, corrupt, frost_source
+
+SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff"}
+SETTINGS = "corruptions.json"
+QUALITY = 85  # of the published files
+
+
+@dataclass
+class Export:
+    """What became of an export: files written, files already there, images that could not be read."""
+
+    written: int = 0
+    present: int = 0
+    unreadable: list[tuple[Path, str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{self.written} written, {self.present} already there, {len(self.unreadable)} unreadable"]
+        return "\n".join([*lines, *(f"unreadable: {path} ({reason})" for path, reason in self.unreadable)])
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the pixels of a tree depend on; kept beside them, so that a tree never holds two kinds."""
+
+    seed: int
+    size: int | None
+    frost: str
+    images: int
+    names: int  # a checksum: an image's place in the list decides its randomness
+
+
+def corrupt_folder(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    corruptions: Sequence[str] = CORRUPTIONS,
+    severities: Sequence[int] = SEVERITIES,
+    seed: int = 0,
+    size: int | None = 224,
+    frost_textures: str | Path | None = None,
+    device: str = "cpu",
+    batch_size: int = 32,
+    progress: bool = True,
+) -> Export:
+    """Writes dst/<corruption>/<severity>/<class folder>/<name>.JPEG for each image under src.
+
+    Files that are there already are kept, so a run that was stopped goes on where it was. Images that cannot
+    be read (or decompress to more pixels than PIL allows) are left out and named in the result.
+
+    Args:
+        src: a folder of images, or of class folders.
+        size: as ImageNet-C: the shorter side is resized to 256/224 of this, and the centre is cut out.
+            None leaves images as they are.
+        frost_textures: a folder of images for frost; generated ones unless told.
+    """
+    src, dst = Path(src), Path(dst)
+    _check(src, dst, corruptions, severities, batch_size)
+    images = _images(src)
+    names = [image.relative_to(src).with_suffix(".JPEG") for image in images]
+    _check_names(images, names)
+    checksum = zlib.crc32("\n".join(name.as_posix() for name in names).encode())
+    _settle(dst, Settings(seed, size, frost_source(frost_textures), len(images), checksum))
+
+    result = Export()
+    jobs = [(corruption, severity) for corruption in corruptions for severity in severities]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, disable=not progress) as bar:
+        task = bar.add_task("corrupting", total=len(images) * len(jobs))
+        for start in range(0, len(images), batch_size):
+            batch = range(start, min(start + batch_size, len(images)))
+            missing = {
+                job: {i for i in batch if not (dst / job[0] / str(job[1]) / names[i]).exists()}
+                for job in jobs
+            }
+            wanted = sorted(set().union(*missing.values()))
+            pixels = dict(_read(images, wanted, size, result))
+            for (corruption, severity), places in missing.items():
+                folder = dst / corruption / str(severity)
+                for same_size in _by_size(pixels, places):
+                    x = torch.from_numpy(np.stack([pixels[i] for i in same_size])).to(device)
+                    y = corrupt(
+                        x.permute(0, 3, 1, 2),
+                        corruption,
+                        severity,
+                        index=torch.tensor(same_size),
+                        seed=seed,
+                        frost_textures=frost_textures,
+                    )
+                    for i, image in zip(same_size, y.permute(0, 2, 3, 1).cpu().numpy(), strict=True):
+                        _write(image, folder / names[i], dst)
+                        result.written += 1
+                result.present += len(batch) - len(places)
+                bar.advance(task, len(batch))
+    return result
+
+
+def _check(
+    src: Path, dst: Path, corruptions: Sequence[str], severities: Sequence[int], batch_size: int
+) -> None:
+    known = (*CORRUPTIONS, *VALIDATION_CORRUPTIONS)
+    if unknown := [name for name in corruptions if name not in known]:
+        raise ValueError(f"unknown corruption {unknown[0]!r}; choose from: {', '.join(known)}")
+    if unknown_severities := [s for s in severities if s not in SEVERITIES]:
+        raise ValueError(
+            f"unknown severity {unknown_severities[0]!r}; choose from: {', '.join(map(str, SEVERITIES))}"
+        )
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+    if not src.is_dir():
+        raise FileNotFoundError(
+            f"no folder {str(src)!r}: name a folder of images, or of class folders with images"
+        )
+    if dst.resolve().is_relative_to(src.resolve()):
+        raise ValueError(f"{str(dst)!r} lies inside {str(src)!r}: write to a folder outside the images")
+
+
+def _images(src: Path) -> list[Path]:
+    """All images under src in a fixed order; links to folders are not followed."""
+    found = [Path(top, name) for top, _, files in os.walk(src) for name in files]
+    images = [path for path in found if path.suffix.lower() in SUFFIXES and not path.name.startswith(".")]
+    if not images:
+        raise FileNotFoundError(f"no images under {str(src)!r}; looked for {' '.join(sorted(SUFFIXES))}")
+    return sorted(images, key=lambda path: path.relative_to(src).as_posix())
+
+
+def _check_names(images: list[Path], names: list[Path]) -> None:
+    first: dict[Path, Path] = {}
+    for image, name in zip(images, names, strict=True):
+        if first.setdefault(name, image) != image:
+            raise ValueError(
+                f"{str(first[name])!r} and {str(image)!r} would both become {str(name)!r}: rename one"
+            )
+
+
+def _settle(dst: Path, settings: Settings) -> None:
+    """Leaves the settings in dst, or refuses to go on with others than those found there."""
+    path, now = dst / SETTINGS, asdict(settings)
+    if path.exists():
+        before = json.loads(path.read_text())
+        if changed := [key for key in now if before.get(key) != now[key]]:
+            what = ", ".join(f"{key} {before.get(key)!r}, now {now[key]!r}" for key in changed)
+            raise ValueError(
+                f"{str(dst)!r} was written with other settings ({what}): use another folder, or remove it"
+            )
+        return
+    dst.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(now, indent=2) + "\n")
+    os.replace(part, path)
+
+
+def _read(
+    images: list[Path], places: list[int], size: int | None, result: Export
+) -> Iterator[tuple[int, np.ndarray]]:
+    for i in places:
+        try:
+            yield i, _pixels(images[i], size)
+        except (
+            OSError,
+            SyntaxError,
+            ValueError,
+            Image.DecompressionBombError,
+            Image.DecompressionBombWarning,
+        ) as error:
+            result.unreadable.append((images[i], str(error) or type(error).__name__))
+
+
+def _pixels(path: Path, size: int | None) -> np.ndarray:
+    """(H, W, 3) uint8."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        with Image.open(path) as file:
+            image = file.convert("RGB")
+    if size is None:
+        if min(image.size) < 32:
+            raise ValueError(f"{image.width} x {image.height} pixels; at least 32 x 32 are needed")
+        return np.array(image)
+    w, h = image.size
+    ratio = size * 256 / 224 / min(w, h)
+    w, h = max(size, int(w * ratio)), max(size, int(h * ratio))
+    image = image.resize((w, h), Image.Resampling.BILINEAR)
+    left, top = round((w - size) / 2), round((h - size) / 2)
+    return np.array(image.crop((left, top, left + size, top + size)))
+
+
+def _by_size(pixels: dict[int, np.ndarray], places: set[int]) -> list[list[int]]:
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i in sorted(places & pixels.keys()):
+        groups.setdefault(pixels[i].shape, []).append(i)
+    return list(groups.values())
+
+
+def _write(image: np.ndarray, path: Path, root: Path) -> None:
+    """Whole or not at all: a stopped run leaves no half-written image under its name."""
+    if not path.parent.resolve().is_relative_to(root.resolve()):
+        raise ValueError(f"{str(path.parent)!r} is a link out of {str(root)!r}: remove it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    Image.fromarray(image).save(part, "JPEG", quality=QUALITY, optimize=True)
+    os.replace(part, path)

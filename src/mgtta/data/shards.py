@@ -1,0 +1,160 @@
+"""WebDataset shards, local or by URL: where each sample's bytes lie, without reading them.
+
+The webdataset library expands the list of shards, opens URLs and groups members into samples. What it groups
+here is not a member's bytes but their place in the shard: so images are read in any order, by any process,
+and none is held in memory. A shard by URL is fetched once and kept.
+"""
+
+import glob
+import hashlib
+import importlib
+import os
+import shutil
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+from urllib.parse import urlparse
+
+import webdataset
+from webdataset.shardlists import expand_urls
+from webdataset.tariterators import group_by_keys
+
+from mgtta.data.images import EXTENSIONS, MAX_BYTES, ImageError
+from mgtta.errors import unknown
+from mgtta.files import atomic
+
+SCHEMES = ("http", "https", "ftps", "sftp", "scp", "gs", "hf", "ais")  # "pipe:" would run a shell command
+
+
+class Place(NamedTuple):
+    """Where the bytes of a member lie."""
+
+    path: str
+    offset: int
+    length: int
+    name: str
+
+    def read(self) -> bytes:
+        if self.length > MAX_BYTES:
+            raise ImageError(f"cannot read {self.name}: {self.length:,} bytes, more than {MAX_BYTES:,}")
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            data = file.read(self.length)
+        if len(data) < self.length:
+            raise ImageError(f"cannot read {self.name}: the tar ends in the middle of it")
+        return data
+
+
+class Sample(NamedTuple):
+    key: str
+    image: Place
+    label: int | None
+
+
+def is_tar(path: str) -> bool:
+    url = urlparse(path)
+    return bool(url.netloc) or url.path.endswith((".tar", ".tar.gz", ".tgz"))
+
+
+def expand(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
+    """The local files and URLs, with braces and then globs expanded."""
+    shards = []
+    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+        for url in expand_urls(os.fspath(path).removeprefix("file://")):
+            if _is_remote(url):
+                shards.append(url)
+                continue
+            found = sorted(glob.glob(os.path.expanduser(url))) or [url]
+            if not os.path.isfile(found[0]):
+                raise FileNotFoundError(f"there is no tar {found[0]}; looked for WebDataset shards")
+            shards.extend(found)
+    return shards
+
+
+def samples(shards: Sequence[str], cache_dir: str | os.PathLike | None = None) -> list[Sample]:
+    """Every KEY.jpg (or another image) of the shards, with the number in KEY.cls beside it."""
+    if not shards:
+        raise ValueError("no shards were named")
+    pipeline = webdataset.DataPipeline(
+        webdataset.SimpleShardList(shards), lambda urls: _members(urls, cache_dir), group_by_keys
+    )
+    found = []
+    for sample in pipeline:
+        image = next((sample[e] for e in EXTENSIONS if e in sample), None)
+        if image is not None:
+            found.append(Sample(sample["__key__"], image, _label(sample["cls"]) if "cls" in sample else None))
+    if not found:
+        raise ValueError(f"no KEY.jpg (or {', '.join(EXTENSIONS[1:])}) in {', '.join(shards)}")
+    return found
+
+
+def _members(shards: Iterable[dict], cache_dir: str | os.PathLike | None) -> Iterator[dict]:
+    for url in (shard["url"] for shard in shards):
+        path = _fetch(url, cache_dir) if _is_remote(url) else url
+        try:
+            with tarfile.open(path, mode="r:") as tar:
+                for member in tar:
+                    _check(member, url)
+                    if member.isreg():
+                        place = Place(path, member.offset_data, member.size, f"{url}: {member.name}")
+                        yield {"fname": member.name, "data": place, "__url__": url}
+                    tar.members = []  # type: ignore[attr-defined]  # it would keep them all
+                _check_end(path, tar.offset)
+        except tarfile.TarError as error:
+            if path != url:
+                os.unlink(path)
+            raise ValueError(
+                f"{url} is not a whole, uncompressed tar ({error}); fetch it again, or gunzip it"
+            ) from error
+        yield {}  # samples do not reach across shards
+
+
+def _check(member: tarfile.TarInfo, url: str) -> None:
+    path = PurePosixPath(member.name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{url}: member {member.name!r} lies outside the archive; refused")
+    if not (member.isreg() or member.isdir()) or member.issparse():
+        raise ValueError(
+            f"{url}: member {member.name!r} is no plain file (a link, device or sparse); refused"
+        )
+
+
+def _check_end(path: str, offset: int) -> None:
+    """Refuse a shard that breaks off; tarfile takes any damaged header but the first for the end."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError(f"damaged or cut off at byte {offset:,}")
+
+
+def _label(place: Place) -> int:
+    text = place._replace(length=min(place.length, 32)).read().strip()
+    if not text.isdigit():
+        raise ValueError(f"{place.name} should hold a class number; it holds {text!r}")
+    return int(text)
+
+
+def _is_remote(url: str) -> bool:
+    scheme, colon, _ = url.partition(":")
+    if not colon or os.path.exists(url):
+        return False
+    if scheme not in SCHEMES:
+        raise unknown("scheme of a URL", scheme, SCHEMES)
+    return True
+
+
+def _fetch(url: str, cache_dir: str | os.PathLike | None) -> str:
+    """The path of the shard's copy in the cache."""
+    home = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+    folder = Path(home, "mgtta", "shards") if cache_dir is None else Path(cache_dir)
+    digest = hashlib.sha256(url.encode()).hexdigest()[:16]
+    copy = folder / f"{digest}-{PurePosixPath(urlparse(url).path).name}"
+    if not copy.exists():
+        gopen = importlib.import_module("webdataset.gopen").gopen  # the package hides the module of that name
+        try:
+            with atomic(copy) as temporary, open(temporary, "wb") as file, gopen(url) as remote:
+                shutil.copyfileobj(remote, file, 2**20)
+        except OSError as error:
+            raise OSError(f"could not fetch {url}: {error}") from error
+    return os.fspath(copy)

@@ -1,0 +1,139 @@
+"""Reading and writing tensors: safetensors out, safetensors or weights-only torch files in, never half a file."""
+
+import json
+import os
+import pickle
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+TREE = "tree"  # metadata key: the shape of a nested state, see write_tree
+
+
+@contextmanager
+def atomic(path: str | os.PathLike) -> Iterator[Path]:
+    """A temporary path beside `path`, renamed to it when the block ends well and removed when it does not."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(0o666 & ~_umask())  # mkstemp made it private
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_tensors(
+    path: str | os.PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> None:
+    owned = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    with atomic(path) as temporary:
+        save_file(owned, temporary, metadata=dict(metadata))
+
+
+def read_tensors(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a safetensors file and its metadata."""
+    path = _existing(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} is not a whole safetensors file ({error}); it may be truncated, or another format "
+            "under a wrong name: write it again, or load a torch file under its own name (.pth)"
+        ) from error
+
+
+def read_weights(path: str | os.PathLike) -> dict[str, Any]:
+    """A foreign state dict: safetensors, or a torch file opened with weights_only=True and nothing looser."""
+    path = _existing(path)
+    if _looks_like_safetensors(path) or path.suffix == ".safetensors":
+        return read_tensors(path)[0]
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path} cannot be read as plain weights. Either it is damaged, or it holds Python objects, which "
+            "are never unpickled here: in the program that made it, save a dict of tensors alone"
+        ) from error
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} holds a {type(state).__name__}; a dict of tensors was expected")
+    return state
+
+
+def write_tree(path: str | os.PathLike, tree: Any, metadata: Mapping[str, str]) -> None:
+    """Nested dicts and lists of tensors and plain values, as one safetensors file."""
+    tensors: dict[str, Tensor] = {}
+
+    def plain(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            tensors[str(len(tensors))] = node
+            return {"tensor": str(len(tensors) - 1)}
+        if isinstance(node, Mapping):  # pairs, since JSON would turn integer keys into strings
+            return {"dict": [[key, plain(value)] for key, value in node.items()]}
+        if isinstance(node, list | tuple):
+            return {type(node).__name__: [plain(value) for value in node]}
+        return {"value": node}
+
+    shape = json.dumps(plain(tree))
+    write_tensors(path, tensors, {**metadata, TREE: shape})
+
+
+def read_tree(path: str | os.PathLike) -> tuple[Any, dict[str, str]]:
+    tensors, metadata = read_tensors(path)
+    if TREE not in metadata:
+        raise ValueError(f"{path} holds no saved state (its metadata has no {TREE!r} entry)")
+
+    def build(node: dict[str, Any]) -> Any:
+        [(kind, content)] = node.items()
+        if kind == "tensor":
+            return tensors[content]
+        if kind == "dict":
+            return {key: build(value) for key, value in content}
+        if kind in ("list", "tuple"):
+            values = [build(value) for value in content]
+            return values if kind == "list" else tuple(values)
+        return content
+
+    try:
+        return build(json.loads(metadata[TREE])), metadata
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: the saved state in its header is damaged; save it again") from error
+
+
+def shipped(kind: str) -> dict[str, Path]:
+    """Name -> file of the models, sources or generators that come with the package."""
+    folder = Path(str(resources.files("mgtta"))) / "weights" / kind
+    return {path.stem: path for path in sorted(folder.glob("*.safetensors"))}
+
+
+def _existing(path: str | os.PathLike) -> Path:
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    return path
+
+
+def _looks_like_safetensors(path: Path) -> bool:
+    with open(path, "rb") as file:
+        head = file.read(9)
+    return len(head) == 9 and head[8:] == b"{" and int.from_bytes(head[:8], "little") < path.stat().st_size

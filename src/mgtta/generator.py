@@ -1,0 +1,141 @@
+"""The Meta Gradient Generator and its Gradient Memory Layer (arXiv 2412.16901, Eqs. 3-6).
+
+Pure: `update, memory = generator(inputs, memory)`. Every line works on each coordinate of theta by itself and
+batches over all of them; no coordinate sees another.
+
+Notation    z  inputs: normalised momentum and gradient, (n, 2)
+            W, b  a coordinate's memory: one linear layer, (n, d, d) and (n, d); packed as (n, d*d + d)
+            f(x; W, b) = x + LN(x W + b)
+Shapes      n coordinates of theta, d hidden size
+"""
+
+from typing import Any
+
+import torch
+from huggingface_hub import PyTorchModelHubMixin
+from torch import Tensor, nn
+
+from mgtta.errors import unknown
+
+INPUTS = 2
+EPS = 1e-6  # of both LayerNorms
+
+
+class GradientMemory(nn.Module):
+    """The Gradient Memory Layer: writes (k, v) into a linear layer by one gradient step, then reads q from it."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        d = self.hidden_size = hidden_size
+        self.k_proj = nn.Linear(INPUTS, d, bias=False)
+        self.v_proj = nn.Linear(INPUTS, d, bias=False)
+        self.norm = nn.LayerNorm(d, eps=EPS)
+        self.W = nn.Parameter(torch.randn(d, d) * 0.02)  # the memory before anything is written
+        self.b = nn.Parameter(torch.zeros(d))
+        self.lr_weight = nn.Parameter(torch.randn(INPUTS) * 0.02)
+        self.lr_bias = nn.Parameter(torch.zeros(()))
+        self.lr_scale = nn.Parameter(torch.zeros(()))  # tau
+
+    @property
+    def width(self) -> int:
+        return self.hidden_size * (self.hidden_size + 1)
+
+    def init(self, n: int) -> Tensor:
+        return torch.cat([self.W.flatten(), self.b]).expand(n, -1)  # (n, d*d + d)
+
+    def forward(self, z: Tensor, q: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        n, d = q.shape
+        W, b = memory[:, : d * d].view(n, d, d), memory[:, d * d :]
+        k, v = self.k_proj(z), self.v_proj(z)
+        u = _apply(k, W, b)
+        error = k + self.norm(u) - v  # d loss / d f, with loss = |f(k) - v|^2 / 2           Eq. 3
+        du = self._norm_backward(u, error)
+        eta = (1 + self.lr_scale).clamp(min=0) * torch.sigmoid(z @ self.lr_weight + self.lr_bias) / d  # Eq. 5
+        step = eta.unsqueeze(-1) * du  # (n, d)
+        W = W - k.unsqueeze(-1) * step.unsqueeze(-2)  # Eq. 4; d loss / d W = k^T du
+        b = b - step
+        return q + self.norm(_apply(q, W, b)), torch.cat([W.flatten(1), b], dim=1)
+
+    def _norm_backward(self, u: Tensor, error: Tensor) -> Tensor:
+        """d loss / d u, where the loss sees u through LN; written out so that phi's gradient flows through it."""
+        centred = u - u.mean(-1, keepdim=True)
+        scale = (centred.square().mean(-1, keepdim=True) + EPS).rsqrt()
+        x = centred * scale
+        g = error * self.norm.weight
+        return scale * (g - g.mean(-1, keepdim=True) - x * (g * x).mean(-1, keepdim=True))
+
+
+class LSTMMemory(nn.Module):
+    """The ablation of Table 4: a coordinate-wise LSTM cell in place of the Gradient Memory Layer."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.cell = nn.LSTMCell(hidden_size, hidden_size)
+        self.start = nn.Parameter(torch.zeros(2 * hidden_size))  # hidden and cell state
+
+    @property
+    def width(self) -> int:
+        return 2 * self.hidden_size
+
+    def init(self, n: int) -> Tensor:
+        return self.start.expand(n, -1)
+
+    def forward(self, z: Tensor, q: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        h, c = self.cell(q, memory.chunk(2, dim=1))
+        return h, torch.cat([h, c], dim=1)
+
+
+MEMORIES: dict[str, type[GradientMemory] | type[LSTMMemory]] = {"gml": GradientMemory, "lstm": LSTMMemory}
+
+
+class MetaGradientGenerator(
+    nn.Module,
+    PyTorchModelHubMixin,
+    library_name="mgtta",
+    tags=["test-time-adaptation", "learned-optimizer"],
+    license="apache-2.0",
+):
+    """A learned optimizer's rule: turns gradients into updates, and remembers. 164 weights at hidden size 8.
+
+    Args:
+        memory: "gml", the paper's Gradient Memory Layer, or "lstm", its ablation.
+    """
+
+    def __init__(self, hidden_size: int = 8, memory: str = "gml"):
+        super().__init__()
+        if not isinstance(hidden_size, int) or hidden_size < 1:
+            raise ValueError(f"hidden_size must be a whole number of at least 1, not {hidden_size!r}")
+        if memory not in MEMORIES:
+            raise unknown("memory", memory, MEMORIES)
+        self.hidden_size = hidden_size
+        self.memory_kind = memory
+        self.about: dict[str, Any] = {}  # how it was trained; travels with the file
+        self.q_proj = nn.Linear(INPUTS, hidden_size, bias=False)
+        self.memory = MEMORIES[memory](hidden_size)
+        self.post_norm = nn.LayerNorm(hidden_size, eps=EPS)
+        self.o_proj = nn.Linear(hidden_size, 1, bias=False)
+
+    def init_memory(self, n: int) -> Tensor:
+        """The learned memory of n coordinates before their first gradient, (n, memory width)."""
+        return self.memory.init(n)
+
+    def forward(self, inputs: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Memorise the inputs (n, 2), then generate the update (n,) from the memory just written."""
+        n = len(inputs)
+        if inputs.shape != (n, INPUTS):
+            raise ValueError(f"inputs must be (n, {INPUTS}), not {tuple(inputs.shape)}")
+        if memory.shape != (n, self.memory.width):
+            raise ValueError(
+                f"a memory of shape {tuple(memory.shape)} does not fit {n} coordinates of a {self.memory_kind} "
+                f"generator of hidden size {self.hidden_size}: ({n}, {self.memory.width}) is needed; "
+                "init_memory(n) makes a fresh one"
+            )
+        hidden, memory = self.memory(inputs, self.q_proj(inputs), memory)
+        update = torch.tanh(self.o_proj(self.post_norm(hidden))).squeeze(-1)  # Eq. 6
+        return update, memory
+
+
+def _apply(x: Tensor, W: Tensor, b: Tensor) -> Tensor:
+    """x W + b with a layer of its own for each coordinate: (n, d), (n, d, d), (n, d) -> (n, d)."""
+    return torch.baddbmm(b.unsqueeze(1), x.unsqueeze(1), W).squeeze(1)

@@ -1,0 +1,91 @@
+"""What there is, and whether it works: the tables behind `mgtta list` and `mgtta doctor`."""
+
+import importlib.metadata
+import inspect
+import platform
+
+from rich.table import Table
+
+from mgtta.files import shipped
+
+# distribution -> what fails without it
+PACKAGES = {
+    "torch": "everything",
+    "torchvision": "timm, and CoTTA's augmentations",
+    "timm": "models",
+    "safetensors": "files",
+    "huggingface_hub": "downloads of pretrained weights",
+    "webdataset": "tars",
+    "pillow": "reading images",
+    "numpy": "reading images",
+    "matplotlib": "the fonts of the embedded data set",
+    "cma": "FOA",
+}
+
+
+def tables() -> list[Table]:
+    from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
+    from mgtta.data.datasets import KINDS
+    from mgtta.recipes import RECIPES
+
+    methods = Table("method", "what it is", "settings", title="methods: mgtta.create(name, model, ...)")
+    for name, recipe in RECIPES.items():
+        settings = [
+            p.name if p.default is p.empty else f"{p.name}={p.default}"
+            for p in list(inspect.signature(recipe).parameters.values())[1:]
+        ]
+        methods.add_row(name, (inspect.getdoc(recipe) or "").splitlines()[0], ", ".join(settings))
+
+    generators = Table("generator", "hidden size", "memory", "trained on", title="generators: mgtta.load_generator(name)")
+    from mgtta.checkpoint import load_generator
+
+    for name in shipped("generators"):
+        generator = load_generator(name)
+        about = str(generator.about.get("protocol", ""))
+        generators.add_row(name, str(generator.hidden_size), generator.memory_kind, about)
+
+    data = Table("data", "what it is", title="data: mgtta adapt DATA, mgtta.data.datasets.open_dataset(path)")
+    for kind, text in KINDS.items():
+        data.add_row(kind, text)
+    data.add_row("corruptions", ", ".join(CORRUPTIONS))
+    data.add_row("validation corruptions", ", ".join(VALIDATION_CORRUPTIONS))
+    return [methods, generators, data]
+
+
+def health() -> tuple[Table, bool]:
+    """The table, and whether nothing is missing."""
+    table = Table("what", "found", "remedy", title="mgtta doctor")
+    well = True
+    table.add_row("mgtta", importlib.metadata.version("mgtta"), "")
+    table.add_row("python", f"{platform.python_version()} on {platform.platform()}", "")
+    for name, use in PACKAGES.items():
+        try:
+            table.add_row(name, importlib.metadata.version(name), "")
+        except importlib.metadata.PackageNotFoundError:
+            well = False
+            table.add_row(name, "[red]missing[/]", f"pip install {name}  (for {use})")
+    try:
+        for row in _devices():
+            table.add_row(*row)
+        from mgtta._timm import _library
+
+        if _library is not None:
+            table.add_row("torchvision operators", "built for another torch: unused ones declared by hand", "none needed")
+    except Exception as error:
+        well = False
+        table.add_row("torch", f"[red]{type(error).__name__}: {error}[/]", "install matching torch and torchvision")
+    for kind in ("models", "sources", "generators"):
+        table.add_row(f"shipped {kind}", ", ".join(shipped(kind)) or "none", "")
+    return table, well
+
+
+def _devices() -> list[tuple[str, str, str]]:
+    import torch
+
+    rows = [("cpu", f"{torch.get_num_threads()} threads", "")]
+    if not torch.cuda.is_available():
+        return [*rows, ("cuda", "none", "adaptation runs on the CPU; a CUDA build of torch uses a GPU")]
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        rows.append((f"cuda:{i}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB", ""))
+    return rows

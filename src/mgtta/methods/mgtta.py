@@ -1,0 +1,27 @@
+"""MGTTA: entropy and feature discrepancy lowered by a learned optimizer (arXiv 2412.16901, Eq. 7, Algorithm 1).
+
+With SGD or Adam in the optimizer's place it is the paper's ablation "w/o MGG".
+"""
+
+from torch import Tensor
+
+from mgtta.losses import objective
+from mgtta.methods.base import GradientMethod, OptimizerFactory
+from mgtta.models import Classifier
+from mgtta.params import norm_parameters
+from mgtta.source import SourceStatistics
+
+
+class MGTTA(GradientMethod):
+    def __init__(
+        self, model: Classifier, source: SourceStatistics, optimizer: OptimizerFactory, trade_off: float
+    ):
+        super().__init__(model, norm_parameters, optimizer)
+        source.check(model.name, self.fingerprint)
+        self.source = source
+        self.trade_off = trade_off
+
+    def loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits, features = self.model.features(x)
+        source = self.source = self.source.to(logits)
+        return logits, objective(logits, features, source.mean, source.std, self.trade_off)

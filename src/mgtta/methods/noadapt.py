@@ -1,0 +1,7 @@
+"""NoAdapt: the source model as it is; what every other method must beat."""
+
+from mgtta.methods.base import Method
+
+
+class NoAdapt(Method):
+    pass

@@ -1,0 +1,17 @@
+"""TENT: lower the entropy of the predictions through the norm layers (Wang et al., ICLR 2021)."""
+
+from torch import Tensor
+
+from mgtta.losses import entropy
+from mgtta.methods.base import GradientMethod, OptimizerFactory
+from mgtta.models import Classifier
+from mgtta.params import norm_parameters
+
+
+class Tent(GradientMethod):
+    def __init__(self, model: Classifier, optimizer: OptimizerFactory):
+        super().__init__(model, norm_parameters, optimizer)
+
+    def loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.model(x)
+        return logits, entropy(logits).mean()

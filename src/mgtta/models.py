@@ -1,0 +1,333 @@
+"""A timm name, or any nn.Module, as a Classifier: images in, scored logits and pooled layer features out.
+
+Shapes: N images, C scored classes, d_i features of layer i.
+"""
+
+import copy
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mgtta._timm import timm
+from mgtta.files import read_tensors, read_weights, shipped
+from mgtta.params import CHANNELS_FIRST, batch_norms, norm_layers
+
+WRAPPERS = ("state_dict", "model", "model_state_dict")  # where a foreign checkpoint may keep its weights
+
+
+class Classifier(nn.Module):
+    """An image classifier that normalises its own input and gives the features of each layer.
+
+    It never trains in torch's sense: dropout stays off whatever `train()` is told. Images are uint8, or float
+    in [0, 1]; where `mean` and `std` are not given, the network is taken to do its own normalising.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        *,
+        name: str | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        classes: Sequence[int] | None = None,
+    ):
+        super().__init__()
+        if (mean is None) != (std is None):
+            raise ValueError("mean and std come together: give both or neither")
+        self.net = net
+        self.name = name or type(net).__name__
+        self.mean: Tensor | None
+        self.std: Tensor | None
+        self.classes: Tensor | None
+        self.register_buffer("mean", None if mean is None else torch.tensor(mean).view(1, -1, 1, 1))
+        self.register_buffer("std", None if std is None else torch.tensor(std).view(1, -1, 1, 1))
+        self.register_buffer("classes", None if classes is None else _class_index(classes, net))
+        self._taps = _feature_taps(net)
+        self._uses_batch_statistics = False
+        self.train(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits of the scored classes, (N, C)."""
+        logits = self._run(self._prepare(x))
+        if not isinstance(logits, Tensor) or logits.ndim != 2:
+            shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise ValueError(
+                f"{self.name} returned {shape}; a classifier returns one tensor of logits (N, classes): "
+                "wrap it in a module that does"
+            )
+        if self.classes is None:
+            return logits
+        if self.classes.max() >= logits.shape[1]:
+            raise _too_few_classes(int(self.classes.max()), logits.shape[1])
+        return logits[:, self.classes]
+
+    def features(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The logits, and the pooled features (N, d_i) of each layer i, from one forward pass."""
+        n = len(x)
+        found: dict[str, Tensor] = {}
+        handles = [tap.attach(self.net, n, found) for tap in self._taps]
+        try:
+            logits = self(x)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return logits, [found[tap.name] for tap in self._taps if tap.name in found]
+
+    def embed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits (N, C), and what the head turned into them, (N, D)."""
+        found: list[Tensor] = []
+        handle = self.head.register_forward_pre_hook(lambda _head, inputs: found.append(inputs[0]))
+        try:
+            logits = self(x)
+        finally:
+            handle.remove()
+        return logits, found[-1].reshape(len(logits), -1)
+
+    @property
+    def head(self) -> nn.Linear:
+        """The linear layer that gives the logits."""
+        get_classifier = getattr(self.net, "get_classifier", None)
+        head = get_classifier() if get_classifier is not None else None
+        if not isinstance(head, nn.Linear):
+            head = next((m for m in reversed(list(self.net.modules())) if isinstance(m, nn.Linear)), None)
+        if head is None:
+            raise ValueError(f"{self.name} has no linear head, which this method works on")
+        return head
+
+    @property
+    def input_size(self) -> tuple[int, float]:
+        """The side of the images it was trained on, and the part of an image that the centre crop keeps."""
+        config = getattr(self.net, "pretrained_cfg", None) or {}
+        patches = getattr(getattr(self.net, "patch_embed", None), "img_size", None)
+        side = patches[0] if patches else (config.get("input_size") or (3, 224, 224))[-1]
+        return side, config.get("crop_pct") or 0.875
+
+    def use_batch_statistics(self) -> "Classifier":
+        """Let BatchNorm layers normalise by the batch at hand; their running statistics stay as they are."""
+        self._uses_batch_statistics = True
+        for layer in batch_norms(self.net):
+            layer.track_running_stats = False
+            layer.register_forward_pre_hook(_batch_statistics_where_defined)
+        return self.train()
+
+    def train(self, mode: bool = True) -> "Classifier":
+        super().train(False)
+        if self._uses_batch_statistics:
+            for layer in batch_norms(self.net):
+                layer.training = True
+        return self
+
+    def fingerprint(self) -> str:
+        """A hash of weights, running statistics and normalisation, the same on any device and in float64."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.state_dict().items()):
+            if tensor.is_floating_point():
+                values = tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8)
+                digest.update(f"{name}{tuple(tensor.shape)}".encode())
+                digest.update(values.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def _prepare(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"images must be a torch.Tensor, not {type(x).__name__}")
+        channels = self._channels()
+        if channels is not None and (x.ndim != 4 or x.shape[1] != channels):
+            raise ValueError(
+                f"{self.name} takes images of shape (N, {channels}, H, W), not {tuple(x.shape)}"
+                + ("; add the batch dimension with x.unsqueeze(0)" if x.ndim == 3 else "")
+            )
+        if x.ndim < 2 or x.numel() == 0:
+            raise ValueError(f"the batch is empty or has no batch dimension: its shape is {tuple(x.shape)}")
+        if x.dtype != torch.uint8 and not x.is_floating_point():
+            raise TypeError(f"images must be uint8, or float in [0, 1], not {x.dtype}")
+        scale = 255 if x.dtype == torch.uint8 else 1
+        like = next(self.net.parameters())
+        x = x.to(like.device, like.dtype, non_blocking=True) / scale
+        return x if self.mean is None or self.std is None else (x - self.mean) / self.std
+
+    def _run(self, x: Tensor) -> Tensor:
+        try:
+            return self.net(x)
+        except AssertionError as error:  # timm's way to refuse an image size
+            raise ValueError(f"{self.name} refuses images of shape {tuple(x.shape)}: {error}") from error
+
+    def _channels(self) -> int | None:
+        if self.mean is not None:
+            return self.mean.shape[1]
+        convolution = next((m for m in self.net.modules() if isinstance(m, nn.Conv2d)), None)
+        return None if convolution is None else convolution.in_channels
+
+
+class _Tap:
+    """Where one layer's features are read: at a normalisation layer, pooled to (N, d).
+
+    BatchNorm is read at its input, since the mean over the batch of its output is its own bias; all others at
+    their output.
+    """
+
+    def __init__(self, name: str, layer: nn.Module, class_token: bool, prefix_tokens: int):
+        self.name = name
+        self.at_input = isinstance(layer, nn.modules.batchnorm._BatchNorm)
+        self.class_token = class_token
+        self.prefix_tokens = prefix_tokens
+        several_axes = isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) > 1
+        self.channels_last = not isinstance(layer, CHANNELS_FIRST) and not several_axes
+
+    def attach(self, net: nn.Module, n: int, found: dict[str, Tensor]) -> Any:
+        def read(_layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            found[self.name] = self.pool(inputs[0] if self.at_input else output, n)
+
+        return net.get_submodule(self.name).register_forward_hook(read)
+
+    def pool(self, t: Tensor, n: int) -> Tensor:
+        """(N, L, d), (N, H, W, d) or (N, d, H, W) -> (N, d); windows of an image may lie along the first axis."""
+        if not self.channels_last and t.ndim > 2:
+            t = t.flatten(2).transpose(1, 2)  # (N, d, H, W) -> (N, HW, d)
+        t = t.reshape(n, -1, t.shape[-1])  # (N, L, d)
+        if self.class_token:
+            return t[:, 0]
+        return t[:, self.prefix_tokens if t.shape[1] > self.prefix_tokens else 0 :].mean(1)
+
+
+def _feature_taps(net: nn.Module) -> list[_Tap]:
+    """In a transformer, the first norm of every block but the first, and the final norm (the paper's layers).
+
+    In any other network, every normalisation layer.
+    """
+    layers = norm_layers(net)
+    blocks = getattr(net, "blocks", None)
+    names = list(layers)
+    if isinstance(blocks, nn.ModuleList | nn.Sequential):
+        first_norms = [f"blocks.{i}.norm1" for i in range(len(blocks))]
+        final_norm = next((name for name in ("fc_norm", "norm") if name in layers), None)
+        if final_norm and all(name in layers for name in first_norms):
+            names = [*first_norms[1:], final_norm]
+    prefix = getattr(net, "num_prefix_tokens", 0)
+    class_token = getattr(net, "global_pool", None) == "token" and prefix > 0
+    return [_Tap(name, layers[name], class_token, prefix) for name in names]
+
+
+def _batch_statistics_where_defined(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """A batch of one value a channel has no variance; there the running statistics serve."""
+    x = inputs[0]
+    layer.training = x.numel() > x.shape[1] or getattr(layer, "running_mean", None) is None
+
+
+def _class_index(classes: Sequence[int], net: nn.Module) -> Tensor:
+    index = torch.as_tensor(list(classes), dtype=torch.long)
+    if index.numel() < 2 or index.min() < 0 or len(index.unique()) != len(index):
+        raise ValueError("classes must be at least two different, non-negative class indices")
+    total = getattr(net, "num_classes", None)
+    if total and index.max() >= total:
+        raise _too_few_classes(int(index.max()), total)
+    return index
+
+
+def _too_few_classes(wanted: int, total: int) -> ValueError:
+    return ValueError(
+        f"classes asks for class {wanted}, but the model has {total} classes (0 to {total - 1})"
+    )
+
+
+def load_model(
+    name_or_module: str | nn.Module,
+    checkpoint: str | os.PathLike | None = None,
+    classes: Sequence[int] | None = None,
+    *,
+    pretrained: bool | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    **timm_arguments: Any,
+) -> Classifier:
+    """The Classifier of a timm name or of your own module, in evaluation mode, your module left untouched.
+
+    "glyphs_vit" is the small ViT that comes with the package, for mgtta.data.glyphs.
+
+    Args:
+        checkpoint: safetensors, or a torch file of plain tensors; loaded strictly. Without it a timm name
+            brings timm's pretrained weights (`pretrained=False`: random ones).
+        classes: indices of the classes to score; logits outside them are dropped before anything sees them.
+        mean, std: the input normalisation; by default the timm model's own, and none for another module.
+        timm_arguments: passed to `timm.create_model`, such as `num_classes` or `img_size`.
+    """
+    if isinstance(name_or_module, str) and name_or_module in shipped("models"):
+        return _shipped(name_or_module, classes)
+    if isinstance(name_or_module, str):
+        name = name_or_module
+        net = _create(name, checkpoint is None if pretrained is None else pretrained, timm_arguments)
+    elif isinstance(name_or_module, nn.Module):
+        if timm_arguments or pretrained is not None:
+            extra = ", ".join([*timm_arguments, *(["pretrained"] if pretrained is not None else [])])
+            raise ValueError(f"{extra}: only for a timm name, not for a module that exists already")
+        if isinstance(name_or_module, Classifier):
+            raise ValueError("this is a Classifier already; use it as it is")
+        net = copy.deepcopy(name_or_module)
+        name = (getattr(net, "pretrained_cfg", None) or {}).get("architecture") or type(net).__name__
+    else:
+        raise TypeError(f"a timm name or an nn.Module is needed, not {type(name_or_module).__name__}")
+    if checkpoint is not None:
+        _load_weights(net, checkpoint)
+    config = getattr(net, "pretrained_cfg", None) or {}
+    if mean is None and std is None:
+        mean, std = config.get("mean"), config.get("std")
+    return Classifier(net, name=name, mean=mean, std=std, classes=classes)
+
+
+def _shipped(name: str, classes: Sequence[int] | None) -> Classifier:
+    tensors, metadata = read_tensors(shipped("models")[name])
+    net = timm.models.VisionTransformer(**json.loads(metadata["model"]))
+    net.load_state_dict({key: t.float() for key, t in tensors.items()})
+    return Classifier(net, name=name, classes=classes, **json.loads(metadata["normalisation"]))
+
+
+def _create(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
+    architecture = name.split(".")[0]
+    if not timm.is_model(architecture):
+        close = difflib.get_close_matches(architecture, timm.list_models(), n=4)
+        hint = f"; close names: {', '.join(close)}" if close else ""
+        raise ValueError(f"timm has no model {name!r}{hint}; timm.list_models() shows all")
+    try:
+        return timm.create_model(name, pretrained=pretrained, **arguments)
+    except TypeError as error:
+        raise ValueError(f"timm refuses these arguments for {name}: {error}") from error
+    except Exception as error:
+        if not pretrained:
+            raise
+        raise RuntimeError(
+            f"the pretrained weights of {name} could not be had ({type(error).__name__}: {error}); give a local "
+            "file with checkpoint=..., or pretrained=False for random weights"
+        ) from error
+
+
+def _load_weights(net: nn.Module, checkpoint: str | os.PathLike) -> None:
+    state = read_weights(checkpoint)
+    for wrapper in WRAPPERS:
+        if isinstance(state.get(wrapper), dict):
+            state = state[wrapper]
+    state = {name.removeprefix("module."): value for name, value in state.items()}
+    own = net.state_dict()
+    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    wrong = [
+        name for name in own.keys() & state.keys() if own[name].shape != getattr(state[name], "shape", None)
+    ]
+    if missing or extra or wrong:
+        problems = [f"missing: {_some(missing)}"] * bool(missing) + [f"unknown: {_some(extra)}"] * bool(extra)
+        problems += [
+            f"{name} is {tuple(getattr(state[name], 'shape', ()))}, the model's is {tuple(own[name].shape)}"
+            for name in sorted(wrong)[:3]
+        ]
+        raise ValueError(
+            f"{checkpoint} does not fit {type(net).__name__} ({'; '.join(problems)}): name the architecture it was "
+            "made for, and num_classes=... where its head has another size"
+        )
+    net.load_state_dict(state)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

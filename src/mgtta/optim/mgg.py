@@ -1,0 +1,126 @@
+"""MGG: a torch optimizer around a frozen Meta Gradient Generator (arXiv 2412.16901, Eq. 2, appendix B.1).
+
+Notation    g  gradient; m, v  its first and second moments; t  counts batches from 1
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from mgtta.generator import MetaGradientGenerator
+
+
+def generator_inputs(
+    grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, betas: tuple[float, float], eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """z = (m_hat, g) / (sqrt(v_hat) + eps), and the new moments; all of (n,), z of (n, 2).
+
+    As in the released system, bias correction uses the power t + 1 (2 at the first batch), and momentum comes
+    before the gradient, where the paper writes the other order: released weights need this one.
+    """
+    exp_avg = betas[0] * exp_avg + (1 - betas[0]) * grad
+    exp_avg_sq = betas[1] * exp_avg_sq + (1 - betas[1]) * grad.square()
+    m_hat = exp_avg / (1 - betas[0] ** (step + 1))
+    v_hat = exp_avg_sq / (1 - betas[1] ** (step + 1))
+    denominator = v_hat.sqrt() + eps
+    return torch.stack([m_hat / denominator, grad / denominator], dim=1), exp_avg, exp_avg_sq
+
+
+class MGG(Optimizer):
+    """theta <- theta - lr * generator(gradients): a learned optimizer with torch's interface.
+
+    The generator is copied and frozen. A parameter's moments, memory (its numel, memory width) and step are in
+    `state[p]`, so `state_dict` carries all that is needed to go on bit for bit.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        generator: MetaGradientGenerator,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-8,
+    ):
+        if not isinstance(generator, MetaGradientGenerator):
+            raise TypeError(
+                f"generator must be a MetaGradientGenerator, not {type(generator).__name__}; "
+                "mgtta.load_generator gives one from a name or a file"
+            )
+        self.generator = copy.deepcopy(generator).requires_grad_(False)
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        settings = {**self.defaults, **param_group}
+        lr, betas, eps = settings["lr"], settings["betas"], settings["eps"]
+        if not lr >= 0:
+            raise ValueError(f"lr must be at least 0, not {lr}")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), not {betas}")
+        if not eps >= 0:
+            raise ValueError(f"eps must be at least 0, not {eps}")
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for step, params in self._ready(group).items():
+                self._update(params, step[0], group)
+        return loss
+
+    def _ready(self, group: dict[str, Any]) -> dict[tuple, list[Tensor]]:
+        """(step, device, dtype) -> the parameters with a gradient; one entry unless parameters joined later."""
+        ready = defaultdict(list)
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            if p.grad.is_sparse or p.is_complex():
+                raise TypeError("MGG takes dense, real parameters and gradients")
+            state = self.state[p]
+            if not state:
+                state["step"] = torch.zeros(())
+                state["exp_avg"] = torch.zeros_like(p)
+                state["exp_avg_sq"] = torch.zeros_like(p)
+                state["memory"] = self.generator.init_memory(p.numel()).to(p.device, p.dtype).contiguous()
+            ready[int(state["step"]) + 1, p.device, p.dtype].append(p)
+        return ready
+
+    def _update(self, params: list[Tensor], step: int, group: dict[str, Any]) -> None:
+        states = [self.state[p] for p in params]
+        names = ("exp_avg", "exp_avg_sq")
+        flat = {name: torch.cat([s[name].flatten() for s in states]) for name in names}
+        grad = torch.cat([p.grad.flatten() for p in params])
+        memory = torch.cat([s["memory"] for s in states])
+        inputs, *moments = generator_inputs(
+            grad, flat["exp_avg"], flat["exp_avg_sq"], step, group["betas"], group["eps"]
+        )
+        update, memory = self.generator.to(grad.device, grad.dtype)(inputs, memory)
+
+        sizes = [p.numel() for p in params]
+        for name, values in (*zip(names, moments, strict=True), ("memory", memory)):
+            for state, value in zip(states, values.split(sizes), strict=True):
+                state[name].copy_(value.view_as(state[name]))
+        for p, state, value in zip(params, states, update.split(sizes), strict=True):
+            p.sub_(value.view_as(p), alpha=group["lr"])  # Eq. 2
+            state["step"] += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "generator": self.generator}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        width = self.generator.memory.width
+        for state in state_dict["state"].values():
+            if "memory" not in state or state["memory"].shape[-1] != width:
+                raise ValueError(
+                    f"this state was not written by MGG with a {self.generator.memory_kind} generator of hidden "
+                    f"size {self.generator.hidden_size}: load it with the generator that it was saved with"
+                )
+        super().load_state_dict(state_dict)

@@ -1,0 +1,189 @@
+"""The command line, called as a user calls it: in a process of its own, or through its entry point."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import CLASSES, vit
+from PIL import Image
+from safetensors.torch import save_file
+
+import mgtta
+from mgtta import cli
+
+ARCHITECTURE = "vit_tiny_patch16_224"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["mgtta", *map(str, arguments)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two class folders of glyph images, at the embedded model's size."""
+    from mgtta.data.glyphs import Glyphs
+
+    glyphs = Glyphs(12)
+    for i in range(12):
+        place = tmp_path / "images" / f"class{i % 2}"
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(glyphs[i][0].permute(1, 2, 0).numpy()).save(place / f"{i:02}.png")
+    return tmp_path / "images"
+
+
+def test_help_needs_no_torch():
+    code = "import sys; sys.argv=['mgtta','--help']\nfrom mgtta.cli import app\ntry: app()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for command in ("adapt", "train", "source", "list", "doctor", "demo", "corrupt"):
+        assert command in done.stdout
+
+
+def test_adapt_writes_csv_and_state_and_goes_on(run, folder, tmp_path):
+    common = ("adapt", folder, "--model", "glyphs_vit", "--source", "glyphs_vit", "--batch-size", 4, "--device", "cpu")
+    code, out, err = run(*common, "--out", tmp_path / "p.csv", "--state", tmp_path / "s", "--set", "lr=1e-4")
+    assert code == 0, err
+    assert "12 images" in out
+    assert "3 updates, 0 skipped" in out
+    with open(tmp_path / "p.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["image"] for row in rows][:2] == ["class0/00.png", "class0/02.png"]
+    assert all(0 <= int(row["prediction"]) < 30 and 0 < float(row["confidence"]) <= 1 for row in rows)
+    code, out, err = run(*common, "--out", tmp_path / "p.jsonl", "--start", tmp_path / "s", "--first", 4)
+    assert code == 0, err
+    lines = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    assert len(lines) == 4
+    assert lines[0]["label"] == 0
+
+
+def test_adapt_a_timm_model_from_a_checkpoint_and_a_tar(run, folder, tmp_path):
+    import tarfile
+
+    torch.manual_seed(0)
+    net = mgtta.load_model(ARCHITECTURE, pretrained=False, num_classes=CLASSES).net
+    save_file(net.state_dict(), tmp_path / "w.safetensors")
+    with tarfile.open(tmp_path / "images.tar", "w") as tar:
+        for i, path in enumerate(sorted(folder.rglob("*.png"))[:3]):
+            (tmp_path / "label").write_text(str(i))
+            tar.add(path, f"{i:04}.png")
+            tar.add(tmp_path / "label", f"{i:04}.cls")
+    code, out, err = run(
+        "adapt", tmp_path / "images.tar", "--model", ARCHITECTURE, "--checkpoint", tmp_path / "w.safetensors",
+        "--num-classes", CLASSES, "--clean", folder, "--out", tmp_path / "p.csv", "--device", "cpu",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "3 images" in out
+    assert len((tmp_path / "p.csv").read_text().splitlines()) == 4
+
+
+def test_source_then_train_then_adapt(run, folder, tmp_path):
+    code, out, err = run("source", folder, "--model", "glyphs_vit", "--out", tmp_path / "src", "--device", "cpu")
+    assert code == 0, err
+    assert "12 images, 8 layers" in out
+    code, out, err = run(
+        "train", folder, "--model", "glyphs_vit", "--source", tmp_path / "src", "--images", 8, "--steps", 8, "--corrupt",
+        "--out", tmp_path / "g.safetensors", "--run", tmp_path / "run", "--device", "cpu",
+    )  # fmt: skip
+    assert code == 0, err
+    generator = mgtta.load_generator(tmp_path / "g.safetensors")
+    assert generator.about["training"]["steps"] == 8
+    assert generator.about["command"].startswith("mgtta train")
+    code, out, err = run(
+        "adapt", folder, "--model", "glyphs_vit", "--source", tmp_path / "src", "--out", tmp_path / "p.csv",
+        "--set", f"generator={tmp_path / 'g.safetensors'}", "--device", "cpu",
+    )  # fmt: skip
+    assert code == 0, err
+
+
+def test_list_and_doctor(run):
+    code, out, _ = run("list")
+    assert code == 0
+    for word in ("mgtta", "tent", "imagenet", "gaussian_noise", "imagenet-c"):
+        assert word in out
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert torch.__version__.split("+")[0] in out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--method", "mgta"], "unknown recipe 'mgta'; valid:"),
+        (["--set", "learning_rate=1"], "unknown setting"),
+        (["--set", "lr"], "name=value"),
+        (["--out", "p.xlsx"], ".csv, .jsonl"),
+        (["--model", "glyphs_vti"], "timm has no model"),
+        (["--source", "nowhere.safetensors"], "nowhere.safetensors"),
+        (["--start", "nowhere"], "there is no file nowhere"),
+    ],
+)
+def test_errors_are_one_line_that_names_the_remedy(run, folder, tmp_path, change, message):
+    options = {"--model": "glyphs_vit", "--source": "glyphs_vit", "--out": str(tmp_path / "p.csv"), "--device": "cpu"}
+    options |= dict(zip(change[::2], change[1::2], strict=True))
+    code, _, err = run("adapt", folder, *(word for pair in options.items() for word in pair))
+    assert code == 2
+    assert err.startswith("error: ")
+    assert message in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "p.csv").exists()
+
+
+def test_missing_source_and_data(run, folder, tmp_path):
+    code, _, err = run("adapt", folder, "--model", "glyphs_vit", "--device", "cpu", "--out", tmp_path / "p.csv")
+    assert code == 2
+    assert "--source FILE" in err
+    code, _, err = run("adapt", tmp_path / "nothing", "--model", "glyphs_vit", "--source", "glyphs_vit")
+    assert code == 2
+    assert "nothing" in err
+
+
+def test_an_unreadable_image_is_named_or_skipped(run, folder, tmp_path):
+    (folder / "class0" / "zz.png").write_bytes(b"not an image")
+    common = ("adapt", folder, "--model", "glyphs_vit", "--source", "glyphs_vit", "--device", "cpu")
+    code, _, err = run(*common, "--out", tmp_path / "p.csv")
+    assert code == 2
+    assert "zz.png" in err
+    assert not (tmp_path / "p.csv").exists()
+    code, out, err = run(*common, "--out", tmp_path / "p.csv", "--skip-unreadable")
+    assert code == 0, err
+    assert "1 images unreadable" in out
+
+
+def test_corrupt_writes_a_tree(run, folder, tmp_path):
+    code, out, err = run(
+        "corrupt", folder, tmp_path / "c", "--corruption", "contrast", "--severity", 3, "--severity", 5, "--size", 48
+    )
+    assert code == 0, err
+    assert len(list((tmp_path / "c" / "contrast" / "5" / "class1").iterdir())) == 6
+    assert sorted(p.name for p in (tmp_path / "c" / "contrast").iterdir()) == ["3", "5"]
+
+
+def test_demo_prints_a_table(run):
+    code, out, err = run("demo", "--images", 4, "--methods", "noadapt,eq7_sgd", "--device", "cpu")
+    assert code == 0, err
+    assert "jpeg_compression" in out
+    assert "mean" in out
+
+
+def test_the_model_that_ships_reads_glyphs():
+    from mgtta.data.glyphs import Glyphs
+
+    model = mgtta.load_model("glyphs_vit")
+    x, y = Glyphs(100).tensors()
+    assert (model(x).argmax(1) == y).float().mean() > 0.97
+    assert mgtta.load_source("glyphs_vit").fingerprint == model.fingerprint()
+    assert vit is not None

@@ -1,0 +1,230 @@
+"""The contract, over the whole registry of recipes and each kind of model."""
+
+import copy
+
+import pytest
+import torch
+from conftest import CLASSES, NETS, confident_vit, images, random_generator, vit
+
+import mgtta
+from mgtta.files import read_tree, write_tree
+from mgtta.recipes import RECIPES
+
+
+def make(name, model, **settings):
+    parameters = RECIPES[name].__code__.co_varnames
+    if "source" in parameters:
+        settings.setdefault("source", mgtta.source_statistics(model, images(16, seed=99)))
+    if "generator" in parameters:
+        settings.setdefault("generator", random_generator(memory="lstm" if "lstm" in name else "gml"))
+    return mgtta.create(name, model, **settings)
+
+
+@pytest.fixture(params=RECIPES)
+def method(request, any_model):
+    return make(request.param, any_model)
+
+
+def stream(n=4, batch=4):
+    return [images(batch, seed=t) for t in range(n)]
+
+
+def test_finite_detached_logits_under_no_grad_and_inference_mode(method, any_model):
+    expected = any_model(images(4)) if not method.model._uses_batch_statistics else method.model(images(4))
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        method.reset()
+        with context():
+            logits = method(images(4))
+        assert logits.shape == (4, CLASSES)
+        assert logits.isfinite().all()
+        assert not logits.requires_grad
+        torch.testing.assert_close(logits, expected)  # from before the update
+
+
+def test_only_declared_parameters_move_and_the_users_model_does_not(method, any_model):
+    users = copy.deepcopy(any_model.state_dict())
+    before = copy.deepcopy(method.model.state_dict())
+    for x in stream():
+        method(x)
+    moved = {name for name, t in method.model.state_dict().items() if not torch.equal(t, before[name])}
+    assert moved <= set(method.adapted)
+    assert bool(moved) == bool(method.adapted)
+    assert all(torch.equal(t, users[name]) for name, t in any_model.state_dict().items())
+
+
+def test_reset_is_bit_exact(method):
+    start = copy.deepcopy(method.model.state_dict())
+    first = [method(x) for x in stream()]
+    method.reset()
+    assert method.updates == method.skipped == 0
+    assert all(torch.equal(t, start[name]) for name, t in method.model.state_dict().items())
+    assert all(torch.equal(a, method(x)) for a, x in zip(first, stream(), strict=True))
+
+
+def test_resume_is_bit_exact_through_a_file(method, any_model, tmp_path):
+    xs = stream(6)
+    straight = [method(x) for x in xs]
+    method.reset()
+    for x in xs[:3]:
+        method(x)
+    write_tree(tmp_path / "state", method.state_dict(), {})
+    other = copy.deepcopy(method)
+    other.reset()
+    other(images(4, seed=77))  # somewhere else entirely
+    other.load_state_dict(read_tree(tmp_path / "state")[0])
+    assert other.updates == method.updates
+    assert all(torch.equal(a, other(x)) for a, x in zip(straight[3:], xs[3:], strict=True))
+    other.reset()
+    assert torch.equal(other(xs[0]), straight[0])
+
+
+def test_same_seed_same_logits(method):
+    twin = copy.deepcopy(method)
+    assert all(torch.equal(method(x), twin(x)) for x in stream())
+
+
+def test_a_batch_of_one(method):
+    for x in stream(3, batch=1):
+        assert method(x).isfinite().all()
+    assert method.skipped == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_batch_does_not_poison(method, bad):
+    x = images(4)
+    x[1, 0, 5, 5] = bad
+    before = copy.deepcopy(method.state_dict())
+    logits = method(x)
+    assert logits.shape == (4, CLASSES)
+    if method.adapted:
+        assert (method.updates, method.skipped) == (0, 1)
+    after = method.state_dict()
+    assert all(torch.equal(t, before["params"][name]) for name, t in after["params"].items())
+    assert method(images(4, seed=5)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_class_subset(name):
+    method = make(name, mgtta.load_model(vit(), classes=[1, 4, 6]))
+    assert all(method(x).shape == (4, 3) for x in stream())
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "noadapt"])
+def test_budgets(name):
+    method = make(name, mgtta.load_model(vit()), max_updates=2)
+    for x in stream(5):
+        method(x)
+    assert method.updates == 2
+    params = copy.deepcopy(method.state_dict()["params"])
+    assert torch.equal(method(images(4)), method.model(images(4)))
+    assert all(torch.equal(t, params[k]) for k, t in method.state_dict()["params"].items())
+    method.reset()
+    method(images(4))
+    assert method.updates == 1
+    stopped = make(name, mgtta.load_model(vit()), max_seconds=0.0)
+    stopped(images(4))
+    assert stopped.updates == 0
+    long = make(name, mgtta.load_model(vit()), max_seconds=1e-9)
+    for x in stream(3):
+        long(x)
+    assert long.updates == 1
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "noadapt"])
+def test_learning_lowers_the_objective(name):
+    """On one batch again and again, with a generator that steps along the gradient's sign."""
+    settings = {"generator": sign_generator("lstm" if "lstm" in name else "gml")} if "mgtta" in name else {}
+    method = make(name, mgtta.load_model(confident_vit()), lr=1e-3, **settings)
+    x = images(8)
+    first = method.loss(x)[1].item()
+    for _ in range(20):
+        method(x)
+    assert method.loss(x)[1].item() < first
+
+
+def sign_generator(memory):
+    """update = tanh(something monotone in the momentum): hidden size 2, LN's output is the sign of a difference."""
+    generator = mgtta.MetaGradientGenerator(2, memory)
+    with torch.no_grad():
+        for p in generator.parameters():
+            p.zero_()
+        generator.q_proj.weight.copy_(torch.tensor([[3.0, 0.0], [-3.0, 0.0]]))
+        generator.post_norm.weight.fill_(1.0)
+        generator.o_proj.weight.copy_(torch.tensor([[1.0, -1.0]]))
+        if memory == "lstm":
+            generator.memory.cell.weight_ih[4:6].copy_(torch.eye(2))  # the cell's candidate is tanh(q)
+    return generator
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "mgg"])
+def test_any_optimizer_under_tent(optimizer, model, generator):
+    method = mgtta.create("tent", model, optimizer=optimizer, generator=generator)
+    method(images(4))
+    assert method.updates == 1
+
+
+def test_unknown_names_and_keys_list_the_valid_ones(model, source):
+    with pytest.raises(ValueError, match=r"unknown recipe 'mgta'; valid: .*mgtta, .*tent"):
+        mgtta.create("mgta", model)
+    with pytest.raises(ValueError, match=r"setting of mgtta 'learning_rate'; valid: .*lr"):
+        mgtta.create("mgtta", model, source=source, learning_rate=1)
+    with pytest.raises(ValueError, match=r"unknown optimizer 'sdg'; valid: adam, mgg, sgd"):
+        mgtta.create("tent", model, optimizer="sdg")
+    with pytest.raises(ValueError, match=r"needs source=.*source_statistics"):
+        mgtta.create("mgtta", model)
+    with pytest.raises(ValueError, match="max_updates"):
+        mgtta.create("tent", model, max_updates=-1)
+    with pytest.raises(ValueError, match="lr must be"):
+        mgtta.create("tent", model, lr=-1.0)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        mgtta.create("mgtta", model, source=source, generator="nowhere.safetensors")
+
+
+def test_hyphens_serve_in_names_and_raw_modules_are_wrapped():
+    net = NETS["vit"]()
+    source = mgtta.source_statistics(mgtta.load_model(net), images(8))
+    assert mgtta.create("eq7-sgd", net, source=source)(images(2)).shape == (2, CLASSES)
+
+
+def test_states_that_do_not_fit_change_nothing(model, source):
+    method = mgtta.create("eq7_adam", model, source=source)
+    method(images(4))
+    before = method.state_dict()
+    tent = mgtta.create("tent", model)
+    elsewhere = mgtta.create("tent", vit(seed=1))
+    with pytest.raises(ValueError, match="another method"):
+        method.load_state_dict(tent.state_dict())
+    with pytest.raises(ValueError, match="another model "):
+        tent.load_state_dict(elsewhere.state_dict())
+    broken = method.state_dict()
+    broken["params"].popitem()
+    with pytest.raises(ValueError, match="other names or shapes"):
+        method.load_state_dict(broken)
+    after = method.state_dict()
+    assert all(torch.equal(t, before["params"][k]) for k, t in after["params"].items())
+    assert after["optimizer"]["state"].keys() == before["optimizer"]["state"].keys()
+
+
+def test_bad_images_change_nothing(method):
+    method(images(4))
+    before = method.state_dict()
+    for bad in (
+        torch.rand(0, 3, 32, 32),
+        torch.rand(2, 5, 32, 32),
+        torch.zeros(2, 3, 32, 32, dtype=torch.int32),
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            method(bad)
+    after = method.state_dict()
+    assert after["counters"]["updates"] == before["counters"]["updates"]
+    assert all(torch.equal(t, before["params"][k]) for k, t in after["params"].items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_the_gpu(method):
+    expected = method(images(4))
+    method.reset()
+    method.to("cuda")
+    torch.testing.assert_close(method(images(4)).cpu(), expected, atol=1e-3, rtol=1e-3)
+    assert method(images(4, seed=1)).is_cuda

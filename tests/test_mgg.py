@@ -1,0 +1,255 @@
+import copy
+
+import pytest
+import torch
+from conftest import images, random_generator, vit
+from torch import nn
+from transcription import SlowMGG, phi_of
+
+import mgtta
+from mgtta.losses import objective
+from mgtta.optim.mgg import generator_inputs
+
+
+def parameters(*sizes, seed=0, dtype=torch.float64):
+    torch.manual_seed(seed)
+    return [nn.Parameter(torch.randn(size, dtype=dtype)) for size in sizes]
+
+
+def set_grads(params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+
+
+def test_inputs_agree_with_the_transcription():
+    grads = torch.randn(6, 3, dtype=torch.float64)
+    slow = [SlowMGG(0.0, phi_of(random_generator()), 0.0) for _ in range(3)]
+    m = v = torch.zeros(3, dtype=torch.float64)
+    for t, grad in enumerate(grads, start=1):
+        z, m, v = generator_inputs(grad, m, v, t, (0.9, 0.99), 1e-8)
+        expected = torch.tensor(
+            [s.inputs(g) for s, g in zip(slow, grad.tolist(), strict=True)], dtype=torch.float64
+        )
+        torch.testing.assert_close(z, expected, atol=1e-13, rtol=0)
+
+
+def test_first_inputs_use_the_power_two():
+    z, _, _ = generator_inputs(
+        torch.ones(1).double(), torch.zeros(1).double(), torch.zeros(1).double(), 1, (0.9, 0.99), 0.0
+    )
+    scale = ((1 - 0.99) / (1 - 0.99**2)) ** 0.5
+    torch.testing.assert_close(z, torch.tensor([[0.1 / (1 - 0.81) / scale, 1 / scale]], dtype=torch.float64))
+
+
+def test_a_trajectory_on_a_tiny_vit_agrees_with_the_transcription():
+    """50 steps of theta, moments and memory, each coordinate on its own, to 1e-10 in float64."""
+    model = mgtta.load_model(vit().double())
+    source = mgtta.source_statistics(model, images(16, seed=9).double())
+    generator = random_generator(4).double()
+    params = mgtta.norm_parameters(model)
+    optimizer = mgtta.MGG(params, generator, lr=1e-3)
+    phi = phi_of(generator)
+    theta = torch.cat([p.detach().flatten() for p in params]).tolist()
+    slow = [SlowMGG(value, phi, 1e-3) for value in theta]
+    watched = range(
+        0, len(slow), 11
+    )  # every coordinate's gradient comes from the fast theta; these are followed
+    for t in range(50):
+        logits, features = model.features(images(4, seed=t).double())
+        objective(logits, features, source.mean, source.std).backward()
+        grad = torch.cat([p.grad.flatten() for p in params])
+        optimizer.step()
+        optimizer.zero_grad()
+        for i in watched:
+            slow[i].step(float(grad[i]))
+    state = [optimizer.state[p] for p in params]
+    flat = {name: torch.cat([s[name].flatten() for s in state]) for name in ("exp_avg", "exp_avg_sq")}
+    memory = torch.cat([s["memory"] for s in state])
+    now = torch.cat([p.detach().flatten() for p in params])
+    for i in watched:
+        assert now[i].item() == pytest.approx(slow[i].theta, abs=1e-10)
+        assert flat["exp_avg"][i].item() == pytest.approx(slow[i].m, abs=1e-10)
+        assert flat["exp_avg_sq"][i].item() == pytest.approx(slow[i].v, abs=1e-10)
+        expected = torch.tensor(sum(slow[i].W, []) + slow[i].b, dtype=torch.float64)
+        torch.testing.assert_close(memory[i], expected, atol=1e-10, rtol=0)
+    assert (now - torch.tensor(theta, dtype=torch.float64)).abs().max() > 1e-3
+
+
+def test_a_whole_slow_trajectory_that_feeds_back():
+    """As above, but the slow theta makes its own gradients, on a problem small enough to follow entirely."""
+    generator = random_generator(3).double()
+    target = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+    p = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    optimizer = mgtta.MGG([p], generator, lr=0.05)
+    slow = [SlowMGG(0.0, phi_of(generator), 0.05) for _ in range(4)]
+    for _ in range(50):
+        p.grad = 2 * (p.detach() - target)
+        optimizer.step()
+        for s, goal in zip(slow, target.tolist(), strict=True):
+            s.step(2 * (s.theta - goal))
+    torch.testing.assert_close(
+        p.detach(), torch.tensor([s.theta for s in slow], dtype=torch.float64), atol=1e-10, rtol=0
+    )
+
+
+def test_single_steps_in_float32():
+    generator = random_generator()
+    phi = phi_of(generator)
+    params = parameters(5, dtype=torch.float32)
+    start = params[0].detach().double().tolist()
+    optimizer = mgtta.MGG(params, generator, lr=1e-2)
+    set_grads(params, 1)
+    slow = [SlowMGG(value, phi, 1e-2) for value in start]
+    for s, g in zip(slow, params[0].grad.double().tolist(), strict=True):
+        s.step(g)
+    optimizer.step()
+    torch.testing.assert_close(params[0].detach(), torch.tensor([s.theta for s in slow]), atol=1e-5, rtol=0)
+
+
+def test_grouping_does_not_change_the_result(generator):
+    one, many = (
+        parameters(12),
+        [nn.Parameter(p.detach().clone()) for p in parameters(12)[0].detach().split([5, 4, 3])],
+    )
+    together, apart = mgtta.MGG(one, generator.double()), mgtta.MGG(many, generator.double())
+    for t in range(4):
+        set_grads(one, t)
+        for p, grad in zip(many, one[0].grad.split([5, 4, 3]), strict=True):
+            p.grad = grad.clone()
+        together.step()
+        apart.step()
+    torch.testing.assert_close(torch.cat([p.detach() for p in many]), one[0].detach(), atol=1e-15, rtol=0)
+
+
+def test_groups_have_their_own_lr(generator):
+    a, b = parameters(3, 3, dtype=torch.float32)
+    before = [a.detach().clone(), b.detach().clone()]
+    optimizer = mgtta.MGG([{"params": [a], "lr": 1e-2}, {"params": [b]}], generator, lr=0.0)
+    a.grad = b.grad = torch.ones(3)
+    optimizer.step()
+    assert not torch.equal(a, before[0])
+    assert torch.equal(b, before[1])
+
+
+def test_in_place_and_without_grad_skipped_and_added_later(generator):
+    a, b, c = parameters(3, 4, 5, dtype=torch.float32)
+    optimizer = mgtta.MGG([a, b], generator)
+    pointers = [a.data_ptr(), b.data_ptr()]
+    a.grad = torch.ones(3)
+    kept = b.detach().clone()
+    optimizer.step()
+    assert [a.data_ptr(), b.data_ptr()] == pointers
+    assert torch.equal(b, kept)
+    assert b not in optimizer.state
+    optimizer.add_param_group({"params": [c], "lr": 0.1})
+    for p in (a, b, c):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in (a, b, c)] == [2, 1, 1]
+    optimizer.zero_grad()
+    assert a.grad is None
+
+
+def test_a_late_parameter_moves_as_if_it_were_alone(generator):
+    a, b = parameters(4, 4)
+    alone = nn.Parameter(b.detach().clone())
+    optimizer, single = mgtta.MGG([a, b], generator.double()), mgtta.MGG([alone], generator.double())
+    a.grad = torch.ones_like(a)
+    optimizer.step()
+    for t in range(3):
+        set_grads([a, b], t)
+        alone.grad = b.grad.clone()
+        optimizer.step()
+        single.step()
+    torch.testing.assert_close(alone.detach(), b.detach(), atol=1e-15, rtol=0)
+
+
+def test_closure(generator):
+    [p] = parameters(3, dtype=torch.float32)
+    optimizer = mgtta.MGG([p], generator)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    before = p.square().sum().item()
+    with torch.no_grad():
+        assert optimizer.step(closure).item() == pytest.approx(before)
+    assert int(optimizer.state[p]["step"]) == 1
+
+
+def test_resume_is_bit_exact(generator):
+    def run(optimizer, params, times):
+        for t in times:
+            set_grads(params, t)
+            optimizer.step()
+
+    straight = parameters(6, 3, dtype=torch.float32)
+    run(mgtta.MGG(straight, generator), straight, range(20))
+    params = parameters(6, 3, dtype=torch.float32)
+    first = mgtta.MGG(params, generator)
+    run(first, params, range(11))
+    saved = copy.deepcopy(first.state_dict())
+    second = mgtta.MGG(params, generator, lr=123.0)
+    second.load_state_dict(saved)
+    run(second, params, range(11, 20))
+    for a, b in zip(straight, params, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_generator_is_copied_and_frozen(generator):
+    [p] = parameters(3, dtype=torch.float32)
+    optimizer = mgtta.MGG([p], generator)
+    with torch.no_grad():
+        generator.o_proj.weight.zero_()
+    assert optimizer.generator.o_proj.weight.abs().sum() > 0
+    assert not any(w.requires_grad for w in optimizer.generator.parameters())
+    assert all(w.requires_grad for w in generator.parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, "lr"),
+        ({"lr": float("nan")}, "lr"),
+        ({"betas": (1.0, 0.9)}, "betas"),
+        ({"eps": -1e-8}, "eps"),
+    ],
+)
+def test_bad_settings(generator, settings, message):
+    with pytest.raises(ValueError, match=message):
+        mgtta.MGG(parameters(2), generator, **settings)
+    with pytest.raises(ValueError, match=message):
+        mgtta.MGG([{"params": parameters(2), **settings}], generator)
+
+
+def test_something_else_for_a_generator():
+    with pytest.raises(TypeError, match="load_generator"):
+        mgtta.MGG(parameters(2), "imagenet")
+
+
+def test_state_of_another_generator_is_refused_and_nothing_changes(generator):
+    params = parameters(3, dtype=torch.float32)
+    small = mgtta.MGG(params, random_generator(4))
+    set_grads(params, 0)
+    small.step()
+    optimizer = mgtta.MGG(params, generator)
+    optimizer.step()
+    memory = optimizer.state[params[0]]["memory"].clone()
+    with pytest.raises(ValueError, match="hidden size 8"):
+        optimizer.load_state_dict(small.state_dict())
+    assert torch.equal(optimizer.state[params[0]]["memory"], memory)
+    adam = torch.optim.Adam(params)
+    adam.step()
+    with pytest.raises(ValueError, match="not written by MGG"):
+        optimizer.load_state_dict(adam.state_dict())
+
+
+def test_sparse_gradients_are_refused(generator):
+    [p] = parameters(3, dtype=torch.float32)
+    p.grad = torch.ones(3).to_sparse()
+    with pytest.raises(TypeError, match="dense"):
+        mgtta.MGG([p], generator).step()

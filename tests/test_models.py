@@ -1,0 +1,234 @@
+import pytest
+import torch
+from conftest import CLASSES, convnet, images, vit
+from safetensors.torch import save_file
+from torch import nn
+
+import mgtta
+from mgtta._timm import timm
+
+SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 3, "num_heads": 2, "num_classes": CLASSES}
+
+
+def test_a_timm_name_brings_its_own_normalisation():
+    model = mgtta.load_model("deit_tiny_patch16_224", pretrained=False, **SMALL)
+    torch.testing.assert_close(model.mean.flatten(), torch.tensor([0.485, 0.456, 0.406]))
+    x = images(4)
+    expected = model.net((x - model.mean) / model.std)
+    assert torch.equal(model(x), expected)
+    assert (
+        mgtta.load_model("vit_tiny_patch16_224", pretrained=False, **SMALL).std.flatten().tolist()
+        == [0.5] * 3
+    )
+
+
+def test_a_module_of_ones_own_is_copied_and_fed_as_is():
+    net = convnet("group")
+    model = mgtta.load_model(net)
+    x = images(4)
+    assert torch.equal(model(x), net(x))
+    with torch.no_grad():
+        model.net[0].weight.zero_()
+    assert net[0].weight.abs().sum() > 0
+
+
+def test_layers_of_a_vit_are_the_papers(model):
+    """Class token after the next block's first norm; after the final norm for the last layer."""
+    x = images(4)
+    logits, features = model.features(x)
+    net = model.net
+    tokens = net.norm_pre(net._pos_embed(net.patch_embed(x)))
+    expected = []
+    for i, block in enumerate(net.blocks):
+        if i > 0:
+            expected.append(block.norm1(tokens)[:, 0])
+        tokens = block(tokens)
+    expected.append(net.norm(tokens)[:, 0])
+    assert len(features) == len(expected) == 3
+    for f, e in zip(features, expected, strict=True):
+        torch.testing.assert_close(f, e)
+    assert torch.equal(logits, model(x))
+
+
+def test_without_a_class_token_the_tokens_are_averaged():
+    model = mgtta.load_model(
+        "vit_tiny_patch16_224", pretrained=False, class_token=False, global_pool="avg", **SMALL
+    )
+    x = images(4)
+    _, features = model.features(x)
+    assert model._taps[-1].name == "fc_norm"
+    torch.testing.assert_close(
+        features[-1], model.net.forward_head(model.net.forward_features((x - 0.5) / 0.5), True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("convnext_atto", 17),
+        ("resnet18", 20),
+        ("resnet26d", 31),
+        ("swin_tiny_patch4_window7_224", 29),
+        ("mixer_s32_224", 8),
+    ],
+)
+@pytest.mark.slow
+def test_families_of_timm(name, layers):
+    model = mgtta.load_model(name, pretrained=False, num_classes=7)
+    logits, features = model.use_batch_statistics().features(torch.rand(2, 3, 224, 224))
+    assert logits.shape == (2, 7)
+    assert len(features) == layers
+    assert all(f.ndim == 2 and len(f) == 2 and f.isfinite().all() for f in features)
+
+
+def test_class_subset():
+    keep = [7, 2, 5]
+    model, whole = mgtta.load_model(vit(), classes=keep), mgtta.load_model(vit())
+    x = images(4)
+    assert torch.equal(model(x), whole(x)[:, keep])
+
+
+@pytest.mark.parametrize("classes", [[0, CLASSES], [1], [0, 0, 1], [-1, 2]])
+def test_a_class_subset_that_cannot_be(classes):
+    with pytest.raises(ValueError, match="classes"):
+        mgtta.load_model(vit(), classes=classes)
+
+
+def test_a_class_subset_of_a_module_that_does_not_tell_its_classes():
+    model = mgtta.load_model(convnet("group"), classes=[0, 99])
+    with pytest.raises(ValueError, match="the model has 10 classes"):
+        model(images(2))
+
+
+def test_uint8_images_are_scaled(model):
+    x = (images(4) * 255).to(torch.uint8)
+    torch.testing.assert_close(model(x), model(x.float() / 255))
+
+
+def test_dropout_stays_off_and_batch_statistics_on():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+    model = mgtta.load_model(net).use_batch_statistics()
+    x = torch.rand(6, 3, 2, 2)
+    running = net[2].running_mean.clone()
+    hidden = net[1](x.flatten(1))
+    normed = (hidden - hidden.mean(0)) / (hidden.var(0, correction=0) + 1e-5).sqrt()
+    for switched in (model, model.train(), model.eval()):
+        torch.testing.assert_close(switched(x), net[4](normed))
+    assert torch.equal(model.net[2].running_mean, running)
+    assert model.net[2].num_batches_tracked == 0
+    one = (hidden[:1] - running) / (net[2].running_var + 1e-5).sqrt()
+    torch.testing.assert_close(model(x[:1]), net[4](one))  # one value a channel: running statistics serve
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pth", "wrapped", "dataparallel"])
+def test_checkpoints(tmp_path, kind):
+    state = vit(seed=3).state_dict()
+    path = tmp_path / ("w.safetensors" if kind == "safetensors" else "w.pth")
+    if kind == "safetensors":
+        save_file(state, path)
+    elif kind == "dataparallel":
+        torch.save({"model": {f"module.{k}": v for k, v in state.items()}}, path)
+    else:
+        torch.save({"state_dict": state, "epoch": 3} if kind == "wrapped" else state, path)
+    x = images(2)
+    assert torch.equal(mgtta.load_model(vit(), checkpoint=path)(x), vit(seed=3)(x))
+
+
+def test_bad_checkpoints(tmp_path):
+    good = tmp_path / "good.safetensors"
+    save_file(vit().state_dict(), good)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        mgtta.load_model(vit(), checkpoint=tmp_path / "nowhere.safetensors")
+    truncated = tmp_path / "truncated.safetensors"
+    truncated.write_bytes(good.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="truncated"):
+        mgtta.load_model(vit(), checkpoint=truncated)
+    renamed = tmp_path / "renamed.safetensors"
+    torch.save(vit().state_dict(), renamed)
+    with pytest.raises(ValueError, match="wrong name"):
+        mgtta.load_model(vit(), checkpoint=renamed)
+    pickled = tmp_path / "pickled.pth"
+    torch.save({"state_dict": vit(), "x": print}, pickled)
+    with pytest.raises(ValueError, match="never unpickled"):
+        mgtta.load_model(vit(), checkpoint=pickled)
+    garbage = tmp_path / "garbage.pth"
+    garbage.write_bytes(b"\x00garbage" * 20)
+    with pytest.raises(ValueError, match="damaged"):
+        mgtta.load_model(vit(), checkpoint=garbage)
+    a_list = tmp_path / "list.pth"
+    torch.save([torch.zeros(2)], a_list)
+    with pytest.raises(ValueError, match="list"):
+        mgtta.load_model(vit(), checkpoint=a_list)
+
+
+def test_a_checkpoint_of_another_model_names_the_difference(tmp_path):
+    other = timm.models.VisionTransformer(**{**SMALL, "num_classes": 4})
+    save_file(other.state_dict(), tmp_path / "w.safetensors")
+    with pytest.raises(ValueError, match=r"head.weight is \(4, 16\), the model's is \(10, 16\).*num_classes"):
+        mgtta.load_model(vit(), checkpoint=tmp_path / "w.safetensors")
+    with pytest.raises(ValueError, match="missing: "):
+        mgtta.load_model(convnet("group"), checkpoint=tmp_path / "w.safetensors")
+
+
+def test_names_and_arguments():
+    with pytest.raises(ValueError, match="deit_tiny_patch16_224"):
+        mgtta.load_model("deit_tiny_patch16_22")
+    with pytest.raises(ValueError, match="no_such_thing"):
+        mgtta.load_model("deit_tiny_patch16_224", pretrained=False, no_such_thing=1)
+    with pytest.raises(ValueError, match="only for a timm name"):
+        mgtta.load_model(vit(), num_classes=3)
+    with pytest.raises(TypeError, match="int"):
+        mgtta.load_model(3)
+    with pytest.raises(ValueError, match="already"):
+        mgtta.load_model(mgtta.load_model(vit()))
+    with pytest.raises(ValueError, match="both or neither"):
+        mgtta.load_model(vit(), mean=[0.5, 0.5, 0.5])
+
+
+def test_weights_that_cannot_be_downloaded_name_the_remedy(monkeypatch):
+    def no_network(*args, **kwargs):
+        raise OSError("offline")
+
+    monkeypatch.setattr(timm, "create_model", no_network)
+    with pytest.raises(RuntimeError, match="checkpoint="):
+        mgtta.load_model("deit_tiny_patch16_224")
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (torch.rand(3, 32, 32), ValueError, "unsqueeze"),
+        (torch.rand(2, 1, 32, 32), ValueError, r"\(N, 3, H, W\), not \(2, 1, 32, 32\)"),
+        (torch.rand(0, 3, 32, 32), ValueError, "empty"),
+        (torch.zeros(2, 3, 32, 32, dtype=torch.int64), TypeError, "int64"),
+        (torch.rand(2, 3, 48, 48), ValueError, "refuses images"),
+        ([[1.0]], TypeError, "list"),
+    ],
+)
+def test_bad_images(model, x, error, message):
+    with pytest.raises(error, match=message):
+        model(x)
+
+
+def test_models_that_do_not_serve():
+    with pytest.raises(ValueError, match="no normalisation layer"):
+        mgtta.load_model(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)))
+    with pytest.raises(ValueError, match="no normalisation layer"):
+        mgtta.norm_parameters(nn.Sequential(nn.LayerNorm(4, elementwise_affine=False)))
+    segmenter = mgtta.load_model(nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4)))
+    with pytest.raises(ValueError, match="one tensor of logits"):
+        segmenter(images(2))
+
+
+def test_norm_parameters_of_deit_tiny_are_9600():
+    params = mgtta.norm_parameters(timm.create_model("deit_tiny_patch16_224"))
+    assert len(params) == 50
+    assert sum(p.numel() for p in params) == 9600
+
+
+def test_fingerprint():
+    model = mgtta.load_model(vit())
+    assert model.fingerprint() == mgtta.load_model(vit()).fingerprint()
+    assert model.fingerprint() == mgtta.load_model(vit().double()).fingerprint()
+    assert model.fingerprint() != mgtta.load_model(vit(seed=1)).fingerprint()
+    assert model.fingerprint() != mgtta.load_model(vit(), mean=[0.5] * 3, std=[0.5] * 3).fingerprint()

@@ -1,0 +1,69 @@
+import pytest
+import torch
+from conftest import convnet, images, vit
+from safetensors.torch import save_file
+
+import mgtta
+
+
+def test_statistics_are_mean_and_unbiased_std_of_each_layer(any_model):
+    x = images(20)
+    source = mgtta.source_statistics(any_model, x, batch_size=7)
+    _, features = any_model.features(x)
+    assert source.images == 20
+    for f, mean, std in zip(features, source.mean, source.std, strict=True):
+        torch.testing.assert_close(mean, f.mean(0))
+        torch.testing.assert_close(std, f.std(0))
+
+
+def test_batches_of_any_kind_count_the_same(model):
+    x = images(10)
+    whole = mgtta.source_statistics(model, x)
+    for batches in (x.split(3), [(b, torch.zeros(len(b))) for b in x.split(3)], iter(x.split(4))):
+        parts = mgtta.source_statistics(model, batches)
+        for a, b in zip(whole.mean + whole.std, parts.mean + parts.std, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_round_trip(tmp_path, model, source):
+    mgtta.save_source(source, tmp_path / "s.safetensors")
+    back = mgtta.load_source(tmp_path / "s.safetensors")
+    assert (back.images, back.model, back.fingerprint) == (source.images, source.model, source.fingerprint)
+    assert all(torch.equal(a, b) for a, b in zip(back.mean + back.std, source.mean + source.std, strict=True))
+    mgtta.create("eq7_sgd", model, source=tmp_path / "s.safetensors")
+
+
+@pytest.mark.parametrize("other", [vit(seed=1), convnet("group")], ids=["weights", "kind"])
+def test_statistics_of_another_model_are_refused(source, other):
+    with pytest.raises(ValueError, match=r"other weights.*source_statistics"):
+        mgtta.create("eq7_sgd", other, source=source)
+
+
+def test_bad_images(model):
+    with pytest.raises(ValueError, match="at least 2"):
+        mgtta.source_statistics(model, images(1))
+    with pytest.raises(ValueError, match="0 clean images"):
+        mgtta.source_statistics(model, [])
+    with pytest.raises(ValueError, match=r"floats in \[0, 1\]"):
+        mgtta.source_statistics(model, images(4) * 255)
+    with pytest.raises(ValueError, match="finite"):
+        mgtta.source_statistics(model, images(4) * float("nan"))
+
+
+def test_bad_files(tmp_path, source, generator):
+    mgtta.save_generator(generator, tmp_path / "g.safetensors")
+    with pytest.raises(ValueError, match="no source statistics"):
+        mgtta.load_source(tmp_path / "g.safetensors")
+    good = tmp_path / "s.safetensors"
+    mgtta.save_source(source, good)
+    (tmp_path / "cut.safetensors").write_bytes(good.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="truncated"):
+        mgtta.load_source(tmp_path / "cut.safetensors")
+    save_file({"mean.0": torch.zeros(2)}, good, metadata={"kind": "mgtta source statistics", "version": "1"})
+    with pytest.raises(ValueError, match="damaged"):
+        mgtta.load_source(good)
+    save_file(
+        {"mean.0": torch.zeros(2)}, good, metadata={"kind": "mgtta source statistics", "version": "999"}
+    )
+    with pytest.raises(ValueError, match="newer"):
+        mgtta.load_source(good)

@@ -1,0 +1,76 @@
+"""The house: a module imports only from modules above it, and timm is imported in one place."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import mgtta
+
+ROOT = Path(mgtta.__file__).parent
+ORDER = [
+    "__init__", "errors", "files", "_timm",
+    "data.images", "data.shards", "data.corruptions", "data.datasets", "data.glyphs", "data.streams", "data.export",
+    "params", "models", "losses", "source", "generator", "checkpoint", "optim.mgg", "optim", "methods.base", "methods",
+    "recipes", "metrics", "evaluation", "meta", "report", "cli",
+]  # fmt: skip
+
+
+def rank(module: str) -> int:
+    """The place of a module, or of the package that it belongs to."""
+    while module not in ORDER:
+        assert "." in module, f"{module} has no place in ORDER"
+        module = module.rpartition(".")[0]
+    return ORDER.index(module)
+
+
+def modules():
+    for path in sorted(ROOT.rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        name = name.removesuffix(".__init__") if name != "__init__" else name
+        yield name, ast.parse(path.read_text())
+
+
+def imports(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from [node.module] + [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_imports_point_upwards():
+    known = {name for name, _ in modules()}
+    for name, tree in modules():
+        if name in ("__init__", "data", "methods"):
+            continue
+        for imported in imports(tree):
+            inner = imported.removeprefix("mgtta.")
+            if imported.startswith("mgtta.") and inner in known and inner not in ("data", "optim", "methods"):
+                same_family = rank(inner) == rank(name)
+                assert rank(inner) < rank(name) or same_family, (
+                    f"{name} imports {inner}, which stands below it"
+                )
+
+
+def test_timm_and_torchvision_are_imported_in_one_place():
+    for name, tree in modules():
+        roots = {imported.split(".")[0] for imported in imports(tree)}
+        assert name == "_timm" or not roots & {"timm", "torchvision"}, f"{name}: import it from mgtta._timm"
+
+
+def test_public_names_are_there():
+    for name in mgtta.__all__:
+        assert getattr(mgtta, name).__module__.startswith("mgtta")
+    assert set(mgtta.__all__) == set(mgtta._HOME)
+    assert "create" in dir(mgtta)
+
+
+def test_importing_the_package_does_not_import_torch():
+    code = "import sys, mgtta, mgtta.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_files_of_methods_are_short():
+    for path in set((ROOT / "methods").glob("*.py")) - {ROOT / "methods" / "base.py"}:
+        assert path.read_text().count("\n") < 150, path.name
