@@ -156,9 +156,7 @@ def accuracy(args: argparse.Namespace) -> None:
         return torch.cat([model((part / 255 - mean) / std).argmax(1) for part in x.split(50)]) == labels
 
     print(f"{len(x)} images, severity {args.severity}, clean {100 * right(x).float().mean():.1f} %\n")
-    print(
-        "| corruption | ours % | reference % | difference | ± (paired) |\n|---|---|---|---|---|", flush=True
-    )
+    print("| corruption | ours % | reference % | difference | ± (paired) |\n|---|---|---|---|---|", flush=True)
     for name in args.corruptions:
         ours = right(corrupt(x, name, args.severity, frost_textures=args.frost_textures)).float()
         corrupted = np.stack([np.array(reference(image, args.severity, name)) for image in pixels])
@@ -170,9 +168,7 @@ def accuracy(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=int, help="4 on the CPU, 64 elsewhere")
     parser.add_argument("--budget", type=float, default=0.5, help="seconds for each timing")

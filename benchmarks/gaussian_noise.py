@@ -41,9 +41,7 @@ def main() -> None:
     tests = {seed: list(stream(noisy, batch_size=64, seed=seed, device=args.device)) for seed in SEEDS}
 
     def make(name: str, **settings) -> mgtta.create:
-        return mgtta.create(
-            name, model, **settings, **({} if name in ("noadapt", "tent") else {"source": source})
-        )
+        return mgtta.create(name, model, **settings, **({} if name in ("noadapt", "tent") else {"source": source}))
 
     rows = []
     for name, tries in TRIES.items():

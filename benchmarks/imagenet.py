@@ -35,9 +35,7 @@ class Held:
 
 def arguments(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument(
-        "--data", type=Path, required=True, help="folder of the shards imagenet-val5k-0000{0,1,2}.tar"
-    )
+    parser.add_argument("--data", type=Path, required=True, help="folder of the shards imagenet-val5k-0000{0,1,2}.tar")
     parser.add_argument("--checkpoint", type=Path, required=True, help="weights of deit_tiny_patch16_224")
     parser.add_argument("--out", type=Path, required=True, help="folder for what is made")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -7,12 +7,14 @@ import sys
 
 import pytest
 import torch
-from conftest import CLASSES, vit
+from conftest import CLASSES
 from PIL import Image
 from safetensors.torch import save_file
 
 import mgtta
 from mgtta import cli
+from mgtta.data.glyphs import CLASSES as CHARACTERS
+from mgtta.data.glyphs import Glyphs
 
 ARCHITECTURE = "vit_tiny_patch16_224"
 
@@ -34,19 +36,30 @@ def run(monkeypatch, capsys):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two class folders of glyph images, at the embedded model's size."""
-    from mgtta.data.glyphs import Glyphs
+    """Glyph images in two folders, which are not the embedded model's 30 classes."""
+    return write_glyphs(tmp_path / "images", lambda i, label: f"class{i % 2}")
 
-    glyphs = Glyphs(12)
-    for i in range(12):
-        place = tmp_path / "images" / f"class{i % 2}"
-        place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(glyphs[i][0].permute(1, 2, 0).numpy()).save(place / f"{i:02}.png")
-    return tmp_path / "images"
+
+def write_glyphs(root, place, n=12):
+    glyphs = Glyphs(n)
+    for i in range(n):
+        image, label = glyphs[i]
+        path = root / place(i, label) / f"{i:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
+    return root
 
 
 def test_help_needs_no_torch():
-    code = "import sys; sys.argv=['mgtta','--help']\nfrom mgtta.cli import app\ntry: app()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    code = """
+import sys
+sys.argv = ["mgtta", "--help"]
+from mgtta.cli import app
+try:
+    app()
+except SystemExit:
+    assert "torch" not in sys.modules
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for command in ("adapt", "train", "source", "list", "doctor", "demo", "corrupt"):
@@ -54,11 +67,22 @@ def test_help_needs_no_torch():
 
 
 def test_adapt_writes_csv_and_state_and_goes_on(run, folder, tmp_path):
-    common = ("adapt", folder, "--model", "glyphs_vit", "--source", "glyphs_vit", "--batch-size", 4, "--device", "cpu")
+    common = (
+        "adapt",
+        folder,
+        "--model",
+        "glyphs_vit",
+        "--source",
+        "glyphs_vit",
+        "--batch-size",
+        4,
+        "--device",
+        "cpu",
+    )
     code, out, err = run(*common, "--out", tmp_path / "p.csv", "--state", tmp_path / "s", "--set", "lr=1e-4")
     assert code == 0, err
-    assert "12 images" in out
-    assert "3 updates, 0 skipped" in out
+    assert "2 class folders, 30 classes: labels not used" in err
+    assert "12 images; 3 updates, 0 skipped" in out
     with open(tmp_path / "p.csv") as file:
         rows = list(csv.DictReader(file))
     assert [row["image"] for row in rows][:2] == ["class0/00.png", "class0/02.png"]
@@ -67,7 +91,29 @@ def test_adapt_writes_csv_and_state_and_goes_on(run, folder, tmp_path):
     assert code == 0, err
     lines = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
     assert len(lines) == 4
-    assert lines[0]["label"] == 0
+    assert lines[0]["label"] is None
+
+
+def test_adapt_knows_classes_and_accuracy_where_the_folders_are_the_classes(run, tmp_path):
+    root = write_glyphs(tmp_path / "images", lambda i, label: CHARACTERS[label], n=150)
+    assert len(list(root.iterdir())) == 30
+    code, out, err = run(
+        "adapt",
+        root,
+        "--model",
+        "glyphs_vit",
+        "--method",
+        "noadapt",
+        "--out",
+        tmp_path / "p.jsonl",
+        "--device",
+        "cpu",
+    )
+    assert code == 0, err
+    rows = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    right = [row["class"] == row["image"].split("/")[0] for row in rows]
+    assert sum(right) > 145
+    assert f"{100 * sum(right) / 150:.1f} % right" in out
 
 
 def test_adapt_a_timm_model_from_a_checkpoint_and_a_tar(run, folder, tmp_path):
@@ -95,8 +141,8 @@ def test_source_then_train_then_adapt(run, folder, tmp_path):
     assert code == 0, err
     assert "12 images, 8 layers" in out
     code, out, err = run(
-        "train", folder, "--model", "glyphs_vit", "--source", tmp_path / "src", "--images", 8, "--steps", 8, "--corrupt",
-        "--out", tmp_path / "g.safetensors", "--run", tmp_path / "run", "--device", "cpu",
+        "train", folder, "--model", "glyphs_vit", "--source", tmp_path / "src", "--images", 8, "--steps", 8,
+        "--corrupt", "--out", tmp_path / "g.safetensors", "--run", tmp_path / "run", "--device", "cpu",
     )  # fmt: skip
     assert code == 0, err
     generator = mgtta.load_generator(tmp_path / "g.safetensors")
@@ -132,11 +178,16 @@ def test_list_and_doctor(run):
     ],
 )
 def test_errors_are_one_line_that_names_the_remedy(run, folder, tmp_path, change, message):
-    options = {"--model": "glyphs_vit", "--source": "glyphs_vit", "--out": str(tmp_path / "p.csv"), "--device": "cpu"}
+    options = {
+        "--model": "glyphs_vit",
+        "--source": "glyphs_vit",
+        "--out": str(tmp_path / "p.csv"),
+        "--device": "cpu",
+    }
     options |= dict(zip(change[::2], change[1::2], strict=True))
     code, _, err = run("adapt", folder, *(word for pair in options.items() for word in pair))
     assert code == 2
-    assert err.startswith("error: ")
+    assert err.splitlines()[-1].startswith("error: ")
     assert message in err
     assert "Traceback" not in err
     assert not (tmp_path / "p.csv").exists()
@@ -164,8 +215,18 @@ def test_an_unreadable_image_is_named_or_skipped(run, folder, tmp_path):
 
 
 def test_corrupt_writes_a_tree(run, folder, tmp_path):
-    code, out, err = run(
-        "corrupt", folder, tmp_path / "c", "--corruption", "contrast", "--severity", 3, "--severity", 5, "--size", 48
+    code, _, err = run(
+        "corrupt",
+        folder,
+        tmp_path / "c",
+        "--corruption",
+        "contrast",
+        "--severity",
+        3,
+        "--severity",
+        5,
+        "--size",
+        48,
     )
     assert code == 0, err
     assert len(list((tmp_path / "c" / "contrast" / "5" / "class1").iterdir())) == 6
@@ -180,10 +241,7 @@ def test_demo_prints_a_table(run):
 
 
 def test_the_model_that_ships_reads_glyphs():
-    from mgtta.data.glyphs import Glyphs
-
     model = mgtta.load_model("glyphs_vit")
     x, y = Glyphs(100).tensors()
     assert (model(x).argmax(1) == y).float().mean() > 0.97
     assert mgtta.load_source("glyphs_vit").fingerprint == model.fingerprint()
-    assert vit is not None

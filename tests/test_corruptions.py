@@ -4,6 +4,7 @@ The reference (imagecorruptions, with scikit-image's photographs) is a developme
 its tests are skipped.
 """
 
+import importlib
 import importlib.util
 import zlib
 from itertools import pairwise
@@ -148,9 +149,7 @@ def test_any_strides_and_no_images():
 
 
 def test_errors_name_the_remedy(scene):
-    with pytest.raises(
-        ValueError, match=r"unknown corruption 'fogg'; choose one of: gaussian_noise, .*saturate"
-    ):
+    with pytest.raises(ValueError, match=r"unknown corruption 'fogg'; choose one of: gaussian_noise, .*saturate"):
         corrupt(scene, "fogg")
     with pytest.raises(ValueError, match="unknown severity 6; choose one of: 1, 2, 3, 4, 5"):
         corrupt(scene, "fog", 6)
@@ -233,9 +232,7 @@ def test_poisson_table(photons):
         torch.testing.assert_close(counts.mean(1)[low], photons * mean[low].double(), atol=0.02, rtol=0.005)
         torch.testing.assert_close(counts.var(1)[low], photons * mean[low].double(), atol=0.02, rtol=0.02)
     assert values[0].max() == 0
-    torch.testing.assert_close(
-        (values == 0).double().mean(1), torch.exp(-photons * mean).double(), atol=1e-4, rtol=0
-    )
+    torch.testing.assert_close((values == 0).double().mean(1), torch.exp(-photons * mean).double(), atol=1e-4, rtol=0)
 
 
 # Fast parts against slow transcriptions
@@ -269,9 +266,7 @@ def test_plasma_is_diamond_square():
                 slow[i, j] = sum(around) / 4 + wibble**2 * noise[i, j]
         for i in range(0, S, half):
             for j in range(half if i % step == 0 else 0, S, step):
-                around = [
-                    slow[(i + a) % S, (j + b) % S] for a, b in ((half, 0), (-half, 0), (0, half), (0, -half))
-                ]
+                around = [slow[(i + a) % S, (j + b) % S] for a, b in ((half, 0), (-half, 0), (0, half), (0, -half))]
                 slow[i, j] = sum(around) / 4 + wibble**2 * noise[i, j]
         step, wibble = half, wibble / decay
     slow = slow - slow.min()
@@ -381,6 +376,15 @@ def test_like_the_reference(name, severity, reference, photographs):
     theirs = np.stack([reference(image, severity, name) for image in photographs])
     error = np.abs(_ours(photographs, name, severity).astype(float) - theirs).mean((1, 2, 3))
     assert error.max() <= 0.5  # levels; two are allowed
+
+
+def test_motion_like_the_reference_at_the_same_angle(reference, photographs):
+    smear = importlib.import_module("imagecorruptions.corruptions")._motion_blur
+    angles = (-45.0, -7.0, 20.0, 45.0)
+    x = torch.from_numpy(photographs).permute(0, 3, 1, 2).float()
+    ours = motion(x, 20, 15, torch.tensor(angles)).permute(0, 2, 3, 1).numpy()
+    theirs = np.stack([smear(x, 20, 15, angle) for x, angle in zip(photographs, angles, strict=True)])
+    assert np.abs(ours - theirs).mean() < 0.2
 
 
 def _statistics(pixels):

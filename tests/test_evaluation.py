@@ -47,7 +47,9 @@ def test_reset_policy(model):
 def test_without_labels_and_with_progress(model):
     seen = []
     records = mgtta.evaluate(
-        mgtta.create("tent", model), stream(labels=False), on_batch=lambda r, b, logits: seen.append((r.images, len(b.x), len(logits)))
+        mgtta.create("tent", model),
+        stream(labels=False),
+        on_batch=lambda r, b, logits: seen.append((r.images, len(b.x), len(logits))),
     )
     assert [r.top1 for r in records] == [None, None]
     assert seen == [(4, 4, 4), (8, 4, 4), (4, 4, 4)]

@@ -26,9 +26,7 @@ def test_memorise_and_generate_agree_with_the_transcription(hidden_size):
         slow = [memorise(z[i].tolist(), *slow[i], phi) for i in range(n)]
         for i, (W, b) in enumerate(slow):
             assert update[i].item() == pytest.approx(generate(z[i].tolist(), W, b, phi), abs=1e-12)
-            torch.testing.assert_close(
-                memory[i], torch.tensor(sum(W, []) + b, dtype=torch.float64), atol=1e-12, rtol=0
-            )
+            torch.testing.assert_close(memory[i], torch.tensor(sum(W, []) + b, dtype=torch.float64), atol=1e-12, rtol=0)
     assert memory.shape == (n, d * d + d)
 
 
@@ -60,9 +58,7 @@ def test_gradients_with_respect_to_phi_pass_gradcheck(memory):
 
     def two_steps(*weights):
         state = dict(zip(names, weights, strict=True))
-        memory = torch.func.functional_call(
-            _Start(generator), {f"generator.{k}": v for k, v in state.items()}, (2,)
-        )
+        memory = torch.func.functional_call(_Start(generator), {f"generator.{k}": v for k, v in state.items()}, (2,))
         updates = []
         for inputs in z:
             update, memory = torch.func.functional_call(generator, state, (inputs, memory))

@@ -102,11 +102,12 @@ def test_glyph_stands_out_from_background():
     for index in range(400):
         rng, label = glyphs._start(7, index)
         image, mask = glyphs._compose(rng, CLASSES[label])
-        assert mask.sum() > 60
-        inside, outside = luma(image)[mask > 0.95], luma(image)[mask == 0]
+        assert mask.sum() > 20
+        full = mask.max()  # thin strokes of small glyphs never cover a pixel whole
+        inside, outside = luma(image)[mask > 0.9 * full], luma(image)[mask == 0]
         # medians: the few pixels of strokes aside
         gap = np.median(inside) - np.median(outside)
-        assert abs(gap) > CONTRAST - 0.02, index
+        assert abs(gap) > 0.9 * full * CONTRAST - 0.02, index
         sides.append(gap > 0)
     assert 0.4 < np.mean(sides) < 0.6  # light on dark as often as dark on light
 
@@ -169,7 +170,7 @@ def test_noise_has_the_given_strength(script):
 
 
 def test_training_learns(script, sample):
-    args = script.parse(["--out", "unused", "--quick", "--lr", "6e-3", "--steps", "50", "--batch", "32"])
+    args = script.parse(["--out", "unused", "--quick", "--lr", "6e-3", "--steps", "100", "--batch", "32"])
     torch.manual_seed(0)
     model = script.timm.models.VisionTransformer(
         img_size=SIZE, patch_size=12, embed_dim=48, depth=2, num_heads=3, num_classes=30

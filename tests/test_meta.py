@@ -83,13 +83,9 @@ def test_one_pass_agrees_with_a_slow_transcription_of_algorithm_1():
     memory, last = None, None
     for t, batch in enumerate(order.split(2), start=1):
         leaf = theta.clone().requires_grad_()
-        live = (
-            leaf if last is None else leaf - slow.lr * (last - last.detach())
-        )  # value theta_t, graph to phi
+        live = leaf if last is None else leaf - slow.lr * (last - last.detach())  # value theta_t, graph to phi
         weights = dict(
-            zip(
-                names, [c.view_as(p) for c, p in zip(live.split(sizes), slow.theta, strict=True)], strict=True
-            )
+            zip(names, [c.view_as(p) for c, p in zip(live.split(sizes), slow.theta, strict=True)], strict=True)
         )
         logits, features = torch.func.functional_call(
             _Features(net), {f"net.{k}": w for k, w in weights.items()}, (slow.images[batch],)
@@ -107,9 +103,7 @@ def test_one_pass_agrees_with_a_slow_transcription_of_algorithm_1():
         theta = theta - slow.lr * last.detach()
     for a, b in zip(fast.generator.parameters(), phi.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
-    torch.testing.assert_close(
-        torch.cat([p.detach().flatten() for p in fast.theta]), theta, atol=1e-10, rtol=0
-    )
+    torch.testing.assert_close(torch.cat([p.detach().flatten() for p in fast.theta]), theta, atol=1e-10, rtol=0)
 
 
 class _Features(torch.nn.Module):
@@ -155,7 +149,7 @@ def test_a_killed_training_goes_on_bit_for_bit(tmp_path, model, source, validate
     x = shifted(0, n=8)
     straight = mgtta.meta_train(model, source, x, **options)
 
-    class Killed(Exception):
+    class KilledError(Exception):
         pass
 
     saves = []
@@ -164,10 +158,10 @@ def test_a_killed_training_goes_on_bit_for_bit(tmp_path, model, source, validate
         save(trainer, path, protocol)
         saves.append(path)
         if len(saves) == 2:
-            raise Killed
+            raise KilledError
 
     checkpoint = tmp_path / "run.safetensors"
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KilledError):
         patch.setattr(_Trainer, "save", save_then_die)
         mgtta.meta_train(model, source, x, checkpoint=checkpoint, **options)
     resumed = mgtta.meta_train(model, source, x, checkpoint=checkpoint, **options)

@@ -28,9 +28,7 @@ def test_inputs_agree_with_the_transcription():
     m = v = torch.zeros(3, dtype=torch.float64)
     for t, grad in enumerate(grads, start=1):
         z, m, v = generator_inputs(grad, m, v, t, (0.9, 0.99), 1e-8)
-        expected = torch.tensor(
-            [s.inputs(g) for s, g in zip(slow, grad.tolist(), strict=True)], dtype=torch.float64
-        )
+        expected = torch.tensor([s.inputs(g) for s, g in zip(slow, grad.tolist(), strict=True)], dtype=torch.float64)
         torch.testing.assert_close(z, expected, atol=1e-13, rtol=0)
 
 
@@ -52,9 +50,7 @@ def test_a_trajectory_on_a_tiny_vit_agrees_with_the_transcription():
     phi = phi_of(generator)
     theta = torch.cat([p.detach().flatten() for p in params]).tolist()
     slow = [SlowMGG(value, phi, 1e-3) for value in theta]
-    watched = range(
-        0, len(slow), 11
-    )  # every coordinate's gradient comes from the fast theta; these are followed
+    watched = range(0, len(slow), 11)  # every coordinate's gradient comes from the fast theta; these are followed
     for t in range(50):
         logits, features = model.features(images(4, seed=t).double())
         objective(logits, features, source.mean, source.std).backward()

@@ -16,10 +16,7 @@ def test_a_timm_name_brings_its_own_normalisation():
     x = images(4)
     expected = model.net((x - model.mean) / model.std)
     assert torch.equal(model(x), expected)
-    assert (
-        mgtta.load_model("vit_tiny_patch16_224", pretrained=False, **SMALL).std.flatten().tolist()
-        == [0.5] * 3
-    )
+    assert mgtta.load_model("vit_tiny_patch16_224", pretrained=False, **SMALL).std.flatten().tolist() == [0.5] * 3
 
 
 def test_a_module_of_ones_own_is_copied_and_fed_as_is():
@@ -51,15 +48,11 @@ def test_layers_of_a_vit_are_the_papers(model):
 
 
 def test_without_a_class_token_the_tokens_are_averaged():
-    model = mgtta.load_model(
-        "vit_tiny_patch16_224", pretrained=False, class_token=False, global_pool="avg", **SMALL
-    )
+    model = mgtta.load_model("vit_tiny_patch16_224", pretrained=False, class_token=False, global_pool="avg", **SMALL)
     x = images(4)
     _, features = model.features(x)
     assert model._taps[-1].name == "fc_norm"
-    torch.testing.assert_close(
-        features[-1], model.net.forward_head(model.net.forward_features((x - 0.5) / 0.5), True)
-    )
+    torch.testing.assert_close(features[-1], model.net.forward_head(model.net.forward_features((x - 0.5) / 0.5), True))
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,6 @@ def test_bad_files(tmp_path, source, generator):
     save_file({"mean.0": torch.zeros(2)}, good, metadata={"kind": "mgtta source statistics", "version": "1"})
     with pytest.raises(ValueError, match="damaged"):
         mgtta.load_source(good)
-    save_file(
-        {"mean.0": torch.zeros(2)}, good, metadata={"kind": "mgtta source statistics", "version": "999"}
-    )
+    save_file({"mean.0": torch.zeros(2)}, good, metadata={"kind": "mgtta source statistics", "version": "999"})
     with pytest.raises(ValueError, match="newer"):
         mgtta.load_source(good)

@@ -12,7 +12,7 @@ ORDER = [
     "__init__", "errors", "files", "_timm",
     "data.images", "data.shards", "data.corruptions", "data.datasets", "data.glyphs", "data.streams", "data.export",
     "params", "models", "losses", "source", "generator", "checkpoint", "optim.mgg", "optim", "methods.base", "methods",
-    "recipes", "metrics", "evaluation", "meta", "report", "cli",
+    "recipes", "metrics", "evaluation", "meta", "predictions", "listing", "demo", "cli", "__main__",
 ]  # fmt: skip
 
 
@@ -48,9 +48,7 @@ def test_imports_point_upwards():
             inner = imported.removeprefix("mgtta.")
             if imported.startswith("mgtta.") and inner in known and inner not in ("data", "optim", "methods"):
                 same_family = rank(inner) == rank(name)
-                assert rank(inner) < rank(name) or same_family, (
-                    f"{name} imports {inner}, which stands below it"
-                )
+                assert rank(inner) < rank(name) or same_family, f"{name} imports {inner}, which stands below it"
 
 
 def test_timm_and_torchvision_are_imported_in_one_place():

@@ -27,8 +27,8 @@ except RuntimeError as error:
     if "torchvision::nms" not in str(error):
         raise
     _declare_missing_operators()
-    import torchvision  # noqa: F401
+    import torchvision
 
-import timm
+import timm  # noqa: E402
 
 __all__ = ["timm", "torchvision"]

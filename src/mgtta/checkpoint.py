@@ -78,16 +78,15 @@ def import_released(path: str | os.PathLike) -> MetaGradientGenerator:
     missing, extra = names.keys() - state.keys(), state.keys() - names.keys()
     if missing or extra:
         raise ValueError(
-            f"{path} is not a checkpoint of the released format: missing {sorted(missing)[:3]}, unknown {sorted(extra)[:3]}"
+            f"{path} is not a checkpoint of the released format: "
+            f"missing {sorted(missing)[:3]}, unknown {sorted(extra)[:3]}"
         )
     generator = MetaGradientGenerator(state[_RELEASED_PREFIX + "q_proj.weight"].shape[0])
     own = generator.state_dict()
     tensors = {}
     for theirs, ours in names.items():
         if state[theirs].numel() != own[ours].numel():
-            raise ValueError(
-                f"{path}: {theirs} is {tuple(state[theirs].shape)}, {tuple(own[ours].shape)} was expected"
-            )
+            raise ValueError(f"{path}: {theirs} is {tuple(state[theirs].shape)}, {tuple(own[ours].shape)} was expected")
         tensors[ours] = state[theirs].reshape(own[ours].shape)
     _fill(generator, tensors, Path(path))
     generator.about = {"imported from": Path(path).name}
@@ -100,9 +99,7 @@ def _fill(generator: MetaGradientGenerator, tensors: dict[str, Tensor], path: Pa
     found = {name: tuple(t.shape) for name, t in tensors.items()}
     if found != shapes:
         wrong = sorted(name for name in shapes | found if shapes.get(name) != found.get(name))
-        raise ValueError(
-            f"{path}: its weights do not fit its metadata (at {wrong[0]}); save the generator again"
-        )
+        raise ValueError(f"{path}: its weights do not fit its metadata (at {wrong[0]}); save the generator again")
     if not all(t.isfinite().all() for t in tensors.values()):
         raise ValueError(f"{path}: the generator has weights that are not finite")
     generator.to(next(iter(tensors.values())).dtype).load_state_dict(tensors)

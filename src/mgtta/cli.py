@@ -34,7 +34,7 @@ def adapt(
     num_classes: NumClasses = None,
     source: Source = None,
     clean: Clean = None,
-    setting: Annotated[list[str], typer.Option("--set", help="A setting of the method, such as lr=5e-3.")] = [],  # noqa: B006
+    setting: Annotated[list[str], typer.Option("--set", help="A setting of the method, such as lr=5e-3.")] = [],
     batch_size: int = 64,
     first: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
     state: Annotated[Path | None, typer.Option(help="Where to save the adapted state.")] = None,
@@ -57,9 +57,13 @@ def adapt(
     adapted = mgtta.create(method, classifier, **settings)
     if start is not None:
         adapted.load_state_dict(read_tree(start)[0])
-    batches = stream(images, batch_size=batch_size, shuffle=False, first=first, domain=data.name)
-    with _progress() as progress, prediction_file(out, images.name, images.classes) as file:
-        task = progress.add_task(f"{method} on {data.name}", total=len(batches))
+    batches: Any = stream(images, batch_size=batch_size, shuffle=False, first=first, domain=data.name)
+    total, classes = len(batches), images.classes
+    if classes is not None and len(classes) != classifier.num_classes:
+        typer.echo(f"{len(classes)} class folders, {classifier.num_classes} classes: labels not used", err=True)
+        batches, classes = (batch._replace(y=None) for batch in batches), None
+    with _progress() as progress, prediction_file(out, images.name, classes) as file:
+        task = progress.add_task(f"{method} on {data.name}", total=total)
 
         def on_batch(record: Any, batch: Any, logits: Any) -> None:
             file.write(batch, logits)
@@ -70,7 +74,9 @@ def adapt(
         write_tree(state, adapted.state_dict(), {"kind": "mgtta state"})
     accuracy = "" if record.top1 is None else f", {record.top1:.1f} % right"
     skipped = f", {len(images.skipped)} images unreadable" if images.skipped else ""
-    typer.echo(f"{record.images} images{accuracy}; {record.updates} updates, {record.skipped} skipped{skipped} -> {out}")
+    typer.echo(
+        f"{record.images} images{accuracy}; {record.updates} updates, {record.skipped} skipped{skipped} -> {out}"
+    )
 
 
 @app.command()
@@ -83,7 +89,8 @@ def train(
     source: Source = None,
     clean: Clean = None,
     corrupt: Annotated[
-        bool, typer.Option("--corrupt", help="The images are clean: shift them by the four validation corruptions.")
+        bool,
+        typer.Option("--corrupt", help="The images are clean: shift them by the four validation corruptions."),
     ] = False,
     images: Annotated[int, typer.Option(help="How many images.")] = 128,
     steps: int = 2000,
@@ -148,8 +155,8 @@ def source(
 def corrupt(
     data: Annotated[Path, typer.Argument(metavar="IN", help="A folder or tree of clean images.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="<corruption>/<severity>/<class>/<name>.JPEG")],
-    corruption: Annotated[list[str], typer.Option(help="Names; by default the 15 of the benchmark.")] = [],  # noqa: B006
-    severity: Annotated[list[int], typer.Option(help="1 to 5; by default all.")] = [],  # noqa: B006
+    corruption: Annotated[list[str], typer.Option(help="Names; by default the 15 of the benchmark.")] = [],
+    severity: Annotated[list[int], typer.Option(help="1 to 5; by default all.")] = [],
     size: Annotated[int, typer.Option(help="Side of the images.")] = 224,
     seed: int = 0,
 ) -> None:
@@ -158,7 +165,12 @@ def corrupt(
     from mgtta.data.export import corrupt_folder
 
     report = corrupt_folder(
-        data, out, corruptions=corruption or list(CORRUPTIONS), severities=severity or list(SEVERITIES), seed=seed, size=size
+        data,
+        out,
+        corruptions=corruption or list(CORRUPTIONS),
+        severities=severity or list(SEVERITIES),
+        seed=seed,
+        size=size,
     )
     typer.echo(str(report))
 
@@ -205,11 +217,17 @@ def main() -> None:
 
 
 def _model_and_data(
-    model: str, checkpoint: Path | None, num_classes: int | None, data: Path, size: int | None, skip: bool, device: str | None
+    model: str,
+    checkpoint: Path | None,
+    num_classes: int | None,
+    data: Path,
+    size: int | None,
+    skip: bool,
+    device: str | None,
 ) -> tuple[Any, Any]:
     import mgtta
 
-    arguments = {} if num_classes is None else {"num_classes": num_classes}
+    arguments: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
     classifier = mgtta.load_model(model, checkpoint=checkpoint, **arguments)
     images = _open(data, classifier, size, skip)
     if images.class_indices is not None:

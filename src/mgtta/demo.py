@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -22,9 +23,8 @@ MODEL = "glyphs_vit"
 def run(images: int, methods: Sequence[str], device: str = "cpu", batch_size: int = 64) -> Table:
     """Accuracy of each method on `images` of each corruption at severity 5, reset before each."""
     model = load_model(MODEL).to(device)
-    adapting = {
-        name: create(name, model, **({"source": load_source(MODEL)} if needs_source(name) else {})) for name in methods
-    }
+    source: dict[str, Any] = {"source": load_source(MODEL)}
+    adapting = {name: create(name, model, **(source if needs_source(name) else {})) for name in methods}
     batches = list(stream(corrupted(Glyphs(images)), batch_size=batch_size, device=device))
     columns = (TextColumn("{task.description:34}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     found: dict[str, list[Record]] = {}

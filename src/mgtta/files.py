@@ -42,9 +42,7 @@ def _umask() -> int:
     return mask
 
 
-def write_tensors(
-    path: str | os.PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> None:
+def write_tensors(path: str | os.PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     owned = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     with atomic(path) as temporary:
         save_file(owned, temporary, metadata=dict(metadata))

@@ -36,7 +36,9 @@ def tables() -> list[Table]:
         ]
         methods.add_row(name, (inspect.getdoc(recipe) or "").splitlines()[0], ", ".join(settings))
 
-    generators = Table("generator", "hidden size", "memory", "trained on", title="generators: mgtta.load_generator(name)")
+    generators = Table(
+        "generator", "hidden size", "memory", "trained on", title="generators: mgtta.load_generator(name)"
+    )
     from mgtta.checkpoint import load_generator
 
     for name in shipped("generators"):
@@ -70,7 +72,11 @@ def health() -> tuple[Table, bool]:
         from mgtta._timm import _library
 
         if _library is not None:
-            table.add_row("torchvision operators", "built for another torch: unused ones declared by hand", "none needed")
+            table.add_row(
+                "torchvision operators",
+                "built for another torch: unused ones declared by hand",
+                "none needed",
+            )
     except Exception as error:
         well = False
         table.add_row("torch", f"[red]{type(error).__name__}: {error}[/]", "install matching torch and torchvision")

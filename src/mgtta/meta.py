@@ -96,9 +96,7 @@ def meta_train(
                 bar.update(task, completed=trainer.step)
             trainer.judge(validation, validation_lr)
             best = trainer.best
-            bar.update(
-                task, description=f"training the generator (best {best['score']:.4g} at {best['step']})"
-            )
+            bar.update(task, description=f"training the generator (best {best['score']:.4g} at {best['step']})")
             if checkpoint is not None:
                 trainer.save(checkpoint, protocol)
     result = copy.deepcopy(trainer.generator).requires_grad_(True)
@@ -142,9 +140,7 @@ class _Trainer:
         self.phi = list(self.generator.parameters())
         self.outer = torch.optim.Adam(self.phi, lr=outer_lr)
         self.step = self.passes = self.skipped = 0
-        self.pending: tuple[Tensor, Tensor | None] | None = (
-            None  # inputs, and the memory they were written into
-        )
+        self.pending: tuple[Tensor, Tensor | None] | None = None  # inputs, and the memory they were written into
         self.update: Tensor | None = None  # the update made from them, with its graph back to phi
         self.best: dict[str, Any] = {}
         self.scores: list[float] = []
@@ -207,9 +203,7 @@ class _Trainer:
     def judge(self, validation: Iterable[Any] | None, lr: float) -> None:
         """Adapt the source model with the generator as it is; keep a copy if it does best so far."""
         rate = self.lr if validation is None else lr
-        method = MGTTA(
-            self.source_model, self.source, partial(MGG, generator=self.generator, lr=rate), self.trade_off
-        )
+        method = MGTTA(self.source_model, self.source, partial(MGG, generator=self.generator, lr=rate), self.trade_off)
         if validation is None:
             losses = []
             for x in self.images.split(self.batch_size):
@@ -247,9 +241,7 @@ class _Trainer:
     def resume(self, path: str | os.PathLike, protocol: dict[str, Any]) -> None:
         state, _ = read_tree(path)
         if not isinstance(state, dict) or state.get("protocol") != protocol:
-            raise ValueError(
-                f"{path} belongs to a training run with other settings; name another file, or delete it"
-            )
+            raise ValueError(f"{path} belongs to a training run with other settings; name another file, or delete it")
         with torch.no_grad():
             for p, value in zip(self.theta, state["theta"], strict=True):
                 p.copy_(value)
@@ -259,13 +251,12 @@ class _Trainer:
         for name, value in state["counters"].items():
             setattr(self, name, value)
         if state["pending"] is not None:
-            inputs, memory = (None if t is None else t.to(self.theta[0].device) for t in state["pending"])
-            self.generate(inputs, memory)
+            inputs, memory = state["pending"]
+            device = self.theta[0].device
+            self.generate(inputs.to(device), None if memory is None else memory.to(device))
 
 
-def _start(
-    generator: MetaGradientGenerator | None, hidden_size: int, memory: str, seed: int
-) -> MetaGradientGenerator:
+def _start(generator: MetaGradientGenerator | None, hidden_size: int, memory: str, seed: int) -> MetaGradientGenerator:
     if generator is not None:
         return copy.deepcopy(generator).requires_grad_(True)
     with torch.random.fork_rng(devices=[]):

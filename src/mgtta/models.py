@@ -101,6 +101,11 @@ class Classifier(nn.Module):
         return head
 
     @property
+    def num_classes(self) -> int:
+        """The number of scored classes, C."""
+        return self.head.out_features if self.classes is None else len(self.classes)
+
+    @property
     def input_size(self) -> tuple[int, float]:
         """The side of the images it was trained on, and the part of an image that the centre crop keeps."""
         config = getattr(self.net, "pretrained_cfg", None) or {}
@@ -230,9 +235,7 @@ def _class_index(classes: Sequence[int], net: nn.Module) -> Tensor:
 
 
 def _too_few_classes(wanted: int, total: int) -> ValueError:
-    return ValueError(
-        f"classes asks for class {wanted}, but the model has {total} classes (0 to {total - 1})"
-    )
+    return ValueError(f"classes asks for class {wanted}, but the model has {total} classes (0 to {total - 1})")
 
 
 def load_model(
@@ -313,9 +316,7 @@ def _load_weights(net: nn.Module, checkpoint: str | os.PathLike) -> None:
     state = {name.removeprefix("module."): value for name, value in state.items()}
     own = net.state_dict()
     missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    wrong = [
-        name for name in own.keys() & state.keys() if own[name].shape != getattr(state[name], "shape", None)
-    ]
+    wrong = [name for name in own.keys() & state.keys() if own[name].shape != getattr(state[name], "shape", None)]
     if missing or extra or wrong:
         problems = [f"missing: {_some(missing)}"] * bool(missing) + [f"unknown: {_some(extra)}"] * bool(extra)
         problems += [

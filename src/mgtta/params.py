@@ -31,8 +31,7 @@ def norm_layers(model: nn.Module) -> dict[str, nn.Module]:
     layers = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, CHANNELS_FIRST + CHANNELS_LAST)
-        and any(True for _ in module.parameters(recurse=False))
+        if isinstance(module, CHANNELS_FIRST + CHANNELS_LAST) and any(True for _ in module.parameters(recurse=False))
     }
     if not layers:
         raise ValueError(

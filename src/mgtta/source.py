@@ -78,16 +78,13 @@ def source_statistics(
     dtype = next(model.parameters()).dtype
     mean = [(s + total / count).to(dtype) for s, total in zip(shift, sums, strict=True)]
     std = [
-        ((q - t * t / count) / (count - 1)).clamp(min=0).sqrt().to(dtype)
-        for t, q in zip(sums, squares, strict=True)
+        ((q - t * t / count) / (count - 1)).clamp(min=0).sqrt().to(dtype) for t, q in zip(sums, squares, strict=True)
     ]
     return SourceStatistics(mean, std, count, model.name, model.fingerprint())
 
 
 def save_source(source: SourceStatistics, path: str | os.PathLike) -> None:
-    tensors = {f"mean.{i}": t for i, t in enumerate(source.mean)} | {
-        f"std.{i}": t for i, t in enumerate(source.std)
-    }
+    tensors = {f"mean.{i}": t for i, t in enumerate(source.mean)} | {f"std.{i}": t for i, t in enumerate(source.std)}
     about = {
         "images": source.images,
         "model": source.model,

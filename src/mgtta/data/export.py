@@ -83,10 +83,7 @@ def corrupt_folder(
         task = bar.add_task("corrupting", total=len(images) * len(jobs))
         for start in range(0, len(images), batch_size):
             batch = range(start, min(start + batch_size, len(images)))
-            missing = {
-                job: {i for i in batch if not (dst / job[0] / str(job[1]) / names[i]).exists()}
-                for job in jobs
-            }
+            missing = {job: {i for i in batch if not (dst / job[0] / str(job[1]) / names[i]).exists()} for job in jobs}
             wanted = sorted(set().union(*missing.values()))
             pixels = dict(_read(images, wanted, size, result))
             for (corruption, severity), places in missing.items():
@@ -109,22 +106,16 @@ def corrupt_folder(
     return result
 
 
-def _check(
-    src: Path, dst: Path, corruptions: Sequence[str], severities: Sequence[int], batch_size: int
-) -> None:
+def _check(src: Path, dst: Path, corruptions: Sequence[str], severities: Sequence[int], batch_size: int) -> None:
     known = (*CORRUPTIONS, *VALIDATION_CORRUPTIONS)
     if unknown := [name for name in corruptions if name not in known]:
         raise ValueError(f"unknown corruption {unknown[0]!r}; choose from: {', '.join(known)}")
     if unknown_severities := [s for s in severities if s not in SEVERITIES]:
-        raise ValueError(
-            f"unknown severity {unknown_severities[0]!r}; choose from: {', '.join(map(str, SEVERITIES))}"
-        )
+        raise ValueError(f"unknown severity {unknown_severities[0]!r}; choose from: {', '.join(map(str, SEVERITIES))}")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
     if not src.is_dir():
-        raise FileNotFoundError(
-            f"no folder {str(src)!r}: name a folder of images, or of class folders with images"
-        )
+        raise FileNotFoundError(f"no folder {str(src)!r}: name a folder of images, or of class folders with images")
     if dst.resolve().is_relative_to(src.resolve()):
         raise ValueError(f"{str(dst)!r} lies inside {str(src)!r}: write to a folder outside the images")
 
@@ -142,9 +133,7 @@ def _check_names(images: list[Path], names: list[Path]) -> None:
     first: dict[Path, Path] = {}
     for image, name in zip(images, names, strict=True):
         if first.setdefault(name, image) != image:
-            raise ValueError(
-                f"{str(first[name])!r} and {str(image)!r} would both become {str(name)!r}: rename one"
-            )
+            raise ValueError(f"{str(first[name])!r} and {str(image)!r} would both become {str(name)!r}: rename one")
 
 
 def _settle(dst: Path, settings: Settings) -> None:
@@ -154,9 +143,7 @@ def _settle(dst: Path, settings: Settings) -> None:
         before = json.loads(path.read_text())
         if changed := [key for key in now if before.get(key) != now[key]]:
             what = ", ".join(f"{key} {before.get(key)!r}, now {now[key]!r}" for key in changed)
-            raise ValueError(
-                f"{str(dst)!r} was written with other settings ({what}): use another folder, or remove it"
-            )
+            raise ValueError(f"{str(dst)!r} was written with other settings ({what}): use another folder, or remove it")
         return
     dst.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
@@ -164,9 +151,7 @@ def _settle(dst: Path, settings: Settings) -> None:
     os.replace(part, path)
 
 
-def _read(
-    images: list[Path], places: list[int], size: int | None, result: Export
-) -> Iterator[tuple[int, np.ndarray]]:
+def _read(images: list[Path], places: list[int], size: int | None, result: Export) -> Iterator[tuple[int, np.ndarray]]:
     for i in places:
         try:
             yield i, _pixels(images[i], size)

@@ -46,9 +46,7 @@ def decode(file: bytes | str | os.PathLike, *, name: str, size: int = 224, crop_
                 raise ValueError(f"{length:,} bytes, more than {MAX_BYTES:,}")
             with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=FORMATS) as opened:
                 if opened.width * opened.height > MAX_PIXELS:
-                    raise ValueError(
-                        f"claims {opened.width} x {opened.height} pixels, more than {MAX_PIXELS:,}"
-                    )
+                    raise ValueError(f"claims {opened.width} x {opened.height} pixels, more than {MAX_PIXELS:,}")
                 image = _crop(_rgb(opened), size, crop_pct)
     except Exception as error:  # PIL's decoders fail in many ways
         raise ImageError(f"cannot read image {name}: {_reason(error)}") from error

@@ -115,9 +115,7 @@ def _check(member: tarfile.TarInfo, url: str) -> None:
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"{url}: member {member.name!r} lies outside the archive; refused")
     if not (member.isreg() or member.isdir()) or member.issparse():
-        raise ValueError(
-            f"{url}: member {member.name!r} is no plain file (a link, device or sparse); refused"
-        )
+        raise ValueError(f"{url}: member {member.name!r} is no plain file (a link, device or sparse); refused")
 
 
 def _check_end(path: str, offset: int) -> None:

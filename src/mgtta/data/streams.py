@@ -51,9 +51,7 @@ class Planned(NamedTuple):
     rows: Tensor  # (N, 2) int64: number of the domain, number of the image
 
 
-def corrupted(
-    images: Any, names: Sequence[str] | None = None, severity: int = 5, **options: Any
-) -> list[Domain]:
+def corrupted(images: Any, names: Sequence[str] | None = None, severity: int = 5, **options: Any) -> list[Domain]:
     """One domain for each corruption.
 
     Args:

@@ -13,9 +13,7 @@ from mgtta.source import SourceStatistics
 
 
 class MGTTA(GradientMethod):
-    def __init__(
-        self, model: Classifier, source: SourceStatistics, optimizer: OptimizerFactory, trade_off: float
-    ):
+    def __init__(self, model: Classifier, source: SourceStatistics, optimizer: OptimizerFactory, trade_off: float):
         super().__init__(model, norm_parameters, optimizer)
         source.check(model.name, self.fingerprint)
         self.source = source

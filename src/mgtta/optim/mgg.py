@@ -66,7 +66,7 @@ class MGG(Optimizer):
         super().add_param_group(param_group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -97,7 +97,7 @@ class MGG(Optimizer):
         states = [self.state[p] for p in params]
         names = ("exp_avg", "exp_avg_sq")
         flat = {name: torch.cat([s[name].flatten() for s in states]) for name in names}
-        grad = torch.cat([p.grad.flatten() for p in params])
+        grad = torch.cat([p.grad.flatten() for p in params if p.grad is not None])
         memory = torch.cat([s["memory"] for s in states])
         inputs, *moments = generator_inputs(
             grad, flat["exp_avg"], flat["exp_avg_sq"], step, group["betas"], group["eps"]

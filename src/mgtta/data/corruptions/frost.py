@@ -35,9 +35,7 @@ def _files(folder: Path) -> list[Path]:
     known = Image.registered_extensions()
     files = sorted(f for f in folder.iterdir() if f.suffix.lower() in known) if folder.is_dir() else []
     if not files:
-        raise ValueError(
-            f"no frost textures in {str(folder)!r}: name a folder of images, or none to grow them"
-        )
+        raise ValueError(f"no frost textures in {str(folder)!r}: name a folder of images, or none to grow them")
     return files
 
 

@@ -98,9 +98,7 @@ def spatter(x: Tensor, rng: Random, severity: int) -> Tensor:
     if mud:
         cover = gaussian(255.0 * wet, amount * scale) / 255
         cover = cover.masked_fill(cover < 0.8, 0)
-        return torch.cat(
-            [x[:, i, None] * (1 - cover) + cover * level for i, level in enumerate((63, 42, 20))], 1
-        )
+        return torch.cat([x[:, i, None] * (1 - cover) + cover * level for i, level in enumerate((63, 42, 20))], 1)
     liquid = liquid.floor() * wet
     shine = liquid * _relief(liquid)
     shine = shine / shine.amax((2, 3), keepdim=True).clamp(min=1)

@@ -1,0 +1,82 @@
+"""T3A: each class becomes the centroid of its most certain test features (Iwasawa & Matsuo, NeurIPS 2021).
+
+Notation: z (N, D) what the head sees, S^k the supports of class k, unit vectors, M how many of them are kept.
+
+  start      S^k = {w^k / ||w^k||}, the classifier's own row
+  each batch S^k gains z / ||z|| of the images that the source classifier calls k
+  filter     of S^k the M of lowest entropy stay, entropy being that of the source classifier's prediction
+  predict    z . c^k, c^k the centroid of S^k
+
+Where paper and released system differ this follows the system, whose figures are the ones compared with: c^k is
+scaled to unit length, and rows have the entropy of the prediction for w^k itself, unscaled. Row k is a support of
+class k, as the paper says, even where the classifier would call it another.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mgtta.losses import entropy
+from mgtta.methods.base import Method
+from mgtta.models import Classifier
+
+
+class T3A(Method):
+    supports: Tensor
+    labels: Tensor
+    entropies: Tensor
+
+    def __init__(self, model: Classifier, supports: int = 20):
+        super().__init__(model)
+        if supports < 1:
+            raise ValueError(f"supports, the number kept for each class, must be at least 1, not {supports}")
+        self.most = supports
+        head, classes = self.model.head, self.model.classes
+        index = slice(None) if classes is None else classes
+        rows = head.weight.detach()[index]  # (C, D)
+        bias = None if head.bias is None else head.bias.detach()[index]
+        self.register_buffer("supports", F.normalize(rows, dim=-1))  # (S, D), S <= C M, ordered by class
+        self.register_buffer("labels", torch.arange(len(rows), device=rows.device))  # (S,)
+        self.register_buffer("entropies", entropy(F.linear(rows, rows, bias)))  # (S,)
+
+    def predict(self, x: Tensor) -> Tensor:
+        return self.classify(self.model.embed(x)[1])
+
+    @torch.no_grad()
+    def adapt(self, x: Tensor) -> Tensor:
+        logits, z = self.model.embed(x)
+        if logits.shape[1] != self.model.num_classes or z.shape[1] != self.supports.shape[1]:
+            raise ValueError(
+                f"{self.model.name} does not take its logits {tuple(logits.shape)} from its last linear layer "
+                f"{tuple(self.model.head.weight.shape)}, which T3A replaces: give the module get_classifier()"
+            )
+        if logits.isfinite().all() and z.isfinite().all():
+            self.add(z, logits)
+            self.updates += 1
+        else:
+            self.skipped += 1
+        return self.classify(z)
+
+    def add(self, z: Tensor, logits: Tensor) -> None:
+        """Take a batch among the supports, and keep the M most certain of each class."""
+        supports = torch.cat([self.supports, F.normalize(z, dim=-1)])
+        labels = torch.cat([self.labels, logits.argmax(-1)])
+        entropies = torch.cat([self.entropies, entropy(logits)])
+        order = entropies.argsort(stable=True)
+        order = order[labels[order].argsort(stable=True)]  # by class, and within a class by entropy
+        kept = order[_place(labels[order], self.model.num_classes) < self.most]
+        self.supports, self.labels, self.entropies = supports[kept], labels[kept], entropies[kept]
+
+    def classify(self, z: Tensor) -> Tensor:
+        """The logits (N, C) of features by the centroids as they are."""
+        classes, width = self.model.num_classes, self.supports.shape[1]
+        table = self.supports.new_zeros(classes, self.most, width)  # one place each: the same sum on any device
+        table[self.labels, _place(self.labels, classes)] = self.supports
+        centroids = F.normalize(table.sum(1), dim=-1)  # (C, D)
+        return z @ centroids.T
+
+
+def _place(labels: Tensor, classes: int) -> Tensor:
+    """The place of each element among those of its own class, for labels in ascending order."""
+    count = torch.bincount(labels, minlength=classes)
+    return torch.arange(len(labels), device=labels.device) - (count.cumsum(0) - count)[labels]
