@@ -8,6 +8,7 @@ python benchmarks/gaussian_noise.py --data SHARDS --checkpoint DEIT_TINY --out r
 
 import json
 import statistics
+from pathlib import Path
 
 import imagenet
 import torch
@@ -17,6 +18,7 @@ from mgtta.data.streams import corrupted, stream
 from mgtta.files import atomic
 
 SEEDS = (0, 1, 2)
+START, END = "<!-- gaussian_noise:start -->", "<!-- gaussian_noise:end -->"
 TRIES = {
     "noadapt": (),
     "tent": (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
@@ -31,8 +33,29 @@ def accuracy(method: mgtta.create, batches: list) -> float:
     return statistics.mean(record.top1 for record in mgtta.evaluate(method, batches))
 
 
+def table(rows: list[dict]) -> str:
+    """The rows as markdown: the README's table."""
+    lines = ["| method | learning rate | top-1, % |", "|---|---|---|"]
+    best = max(statistics.mean(row["top1"]) for row in rows)
+    for row in rows:
+        mean = statistics.mean(row["top1"])
+        figure = f"{mean:.1f} ± {statistics.stdev(row['top1']):.1f}"
+        figure = f"**{figure}**" if mean == best else figure
+        lines.append(f"| {row['method']} | {row['lr'] or ''} | {figure} |")
+    return "\n".join(lines)
+
+
+def write_readme(readme: Path, text: str) -> None:
+    """Put the table between its marks in the README."""
+    before, rest = readme.read_text().split(START)
+    _, after = rest.split(END)
+    readme.write_text(f"{before}{START}\n{text}\n{END}{after}")
+
+
 def main() -> None:
-    args = imagenet.arguments(__doc__).parse_args()
+    parser = imagenet.arguments(__doc__)
+    parser.add_argument("--readme", type=Path, help="a README to put the table into")
+    args = parser.parse_args()
     model = imagenet.deit_tiny(args.checkpoint, args.device)
     shard0 = imagenet.shard(args.data, 0)
     source = imagenet.source_of(model, shard0)
@@ -50,11 +73,7 @@ def main() -> None:
         scores = [accuracy(make(name, **({"lr": lr} if lr else {})), tests[seed]) for seed in SEEDS]
         row = {"method": name, "lr": lr, "tried": tried, "top1": scores}
         rows.append(row)
-        spread = statistics.stdev(scores)
-        print(
-            f"| {name} | {lr} | {statistics.mean(scores):.1f} ± {spread:.1f} | {max(tried.values(), default=0):.1f} |",
-            flush=True,
-        )
+        print(json.dumps(row), flush=True)
     protocol = {
         "model": "deit_tiny_patch16_224", "weights": model.fingerprint(), "corruption": "gaussian_noise, severity 5",
         "images": 2000, "batch_size": 64, "order": f"seeds {SEEDS}", "source": "1,000 clean images of shard 0",
@@ -64,6 +83,9 @@ def main() -> None:
     }  # fmt: skip
     with atomic(args.out / "gaussian_noise.json") as path:
         path.write_text(json.dumps({"protocol": protocol, "rows": rows}, indent=1) + "\n")
+    print(table(rows))
+    if args.readme:
+        write_readme(args.readme, table(rows))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:
     from mgtta.checkpoint import import_released, load_generator, save_generator
     from mgtta.evaluation import Record, evaluate
+    from mgtta.fisher import Fisher, fisher_information, load_fisher, save_fisher
     from mgtta.generator import MetaGradientGenerator
+    from mgtta.losses import objective
     from mgtta.meta import meta_train
     from mgtta.models import Classifier, load_model
     from mgtta.optim.mgg import MGG
@@ -18,18 +20,23 @@ if TYPE_CHECKING:
 
 _HOME = {  # loaded at first use, so that the command line answers without importing torch
     "Classifier": "models",
+    "Fisher": "fisher",
     "MGG": "optim.mgg",
     "MetaGradientGenerator": "generator",
     "Record": "evaluation",
     "SourceStatistics": "source",
     "create": "recipes",
     "evaluate": "evaluation",
+    "fisher_information": "fisher",
     "import_released": "checkpoint",
+    "load_fisher": "fisher",
     "load_generator": "checkpoint",
     "load_model": "models",
     "load_source": "source",
     "meta_train": "meta",
     "norm_parameters": "params",
+    "objective": "losses",
+    "save_fisher": "fisher",
     "save_generator": "checkpoint",
     "save_source": "source",
     "source_statistics": "source",
@@ -38,17 +45,22 @@ _HOME = {  # loaded at first use, so that the command line answers without impor
 __all__ = [
     "MGG",
     "Classifier",
+    "Fisher",
     "MetaGradientGenerator",
     "Record",
     "SourceStatistics",
     "create",
     "evaluate",
+    "fisher_information",
     "import_released",
+    "load_fisher",
     "load_generator",
     "load_model",
     "load_source",
     "meta_train",
     "norm_parameters",
+    "objective",
+    "save_fisher",
     "save_generator",
     "save_source",
     "source_statistics",

@@ -30,5 +30,6 @@ except RuntimeError as error:
     import torchvision
 
 import timm  # noqa: E402
+from torchvision.transforms import v2 as transforms  # noqa: E402
 
-__all__ = ["timm", "torchvision"]
+__all__ = ["timm", "torchvision", "transforms"]

@@ -12,6 +12,11 @@ def entropy(logits: Tensor) -> Tensor:
     return -(log_p.exp() * log_p).sum(-1)
 
 
+def cross_entropy(target: Tensor, logits: Tensor) -> Tensor:
+    """Of the softmax of `logits` under the softmax of `target`: (N, C), (N, C) -> (N,)."""
+    return -(target.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+
+
 def discrepancy(features: Sequence[Tensor], mean: Sequence[Tensor], std: Sequence[Tensor]) -> Tensor:
     """The second line of Eq. 7: squared distance of batch statistics from the source's, summed over layers.
 

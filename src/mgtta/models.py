@@ -138,7 +138,8 @@ class Classifier(nn.Module):
                 digest.update(values.numpy().tobytes())
         return digest.hexdigest()[:16]
 
-    def _prepare(self, x: Tensor) -> Tensor:
+    def pixels(self, x: Tensor) -> Tensor:
+        """The images as floats in [0, 1], on the network's device and in its dtype; refused where they do not fit."""
         if not isinstance(x, Tensor):
             raise TypeError(f"images must be a torch.Tensor, not {type(x).__name__}")
         channels = self._channels()
@@ -153,7 +154,10 @@ class Classifier(nn.Module):
             raise TypeError(f"images must be uint8, or float in [0, 1], not {x.dtype}")
         scale = 255 if x.dtype == torch.uint8 else 1
         like = next(self.net.parameters())
-        x = x.to(like.device, like.dtype, non_blocking=True) / scale
+        return x.to(like.device, like.dtype, non_blocking=True) / scale
+
+    def _prepare(self, x: Tensor) -> Tensor:
+        x = self.pixels(x)
         return x if self.mean is None or self.std is None else (x - self.mean) / self.std
 
     def _run(self, x: Tensor) -> Tensor:

@@ -8,10 +8,21 @@ from typing import Any
 from torch import nn
 
 from mgtta.errors import unknown
+from mgtta.fisher import Fisher, load_fisher
 from mgtta.generator import MetaGradientGenerator
 from mgtta.methods.base import Method
+from mgtta.methods.bn import BatchNormStatistics
+from mgtta.methods.cotta import CoTTA
+from mgtta.methods.deyo import DeYO
+from mgtta.methods.eata import EATA
+from mgtta.methods.foa import FOA
+from mgtta.methods.lame import LAME
 from mgtta.methods.mgtta import MGTTA
 from mgtta.methods.noadapt import NoAdapt
+from mgtta.methods.roid import ROID
+from mgtta.methods.sar import SAR
+from mgtta.methods.spa import SPA
+from mgtta.methods.t3a import T3A
 from mgtta.methods.tent import Tent
 from mgtta.models import Classifier, load_model
 from mgtta.optim import optimizer_factory
@@ -35,6 +46,45 @@ def noadapt(model: Classifier) -> Method:
 
 
 @recipe
+def bn(model: Classifier, *, prior: float = 0.0) -> Method:
+    """Batch statistics in BatchNorm layers (Nado et al., 2020; Schneider et al., NeurIPS 2020).
+
+    prior: how many images the source's statistics count for, 0 being Nado's, who drop them.
+    """
+    return BatchNormStatistics(model, prior)
+
+
+@recipe
+def lame(model: Classifier, *, neighbours: int = 5, steps: int = 100) -> Method:
+    """Predictions smoothed over a batch's nearest neighbours (Boudiaf et al., CVPR 2022)."""
+    return LAME(model, neighbours, steps)
+
+
+@recipe
+def t3a(model: Classifier, *, supports: int = 20) -> Method:
+    """Classes as centroids of their most certain test features (Iwasawa & Matsuo, NeurIPS 2021)."""
+    return T3A(model, supports)
+
+
+@recipe
+def foa(
+    model: Classifier,
+    *,
+    source: Source,
+    prompts: int = 3,
+    population: int = 28,
+    trade_off: float = 0.4,
+    momentum: float = 0.9,
+    seed: int = 0,
+) -> Method:
+    """Prompts evolved by CMA-ES and activations shifted to the source, for ViTs (Niu et al., ICML 2024).
+
+    The paper takes trade_off 0.2 on ImageNet-R.
+    """
+    return FOA(model, _source(source), prompts, population, trade_off, momentum, seed)
+
+
+@recipe
 def tent(
     model: Classifier,
     *,
@@ -45,6 +95,146 @@ def tent(
 ) -> Method:
     """Entropy minimisation (Wang et al., ICLR 2021)."""
     return Tent(model, optimizer_factory(optimizer, lr, momentum=momentum, generator=generator))
+
+
+@recipe
+def eata(
+    model: Classifier,
+    *,
+    fisher: Fisher | str | os.PathLike | None = None,
+    lr: float = 2.5e-4,
+    margin: float = 0.5,
+    redundancy: float = 0.05,
+    fisher_weight: float = 2000.0,
+    momentum: float = 0.9,
+    optimizer: str = "sgd",
+    generator: Generator = "imagenet",
+) -> Method:
+    """Entropy of reliable, non-redundant images, without forgetting (Niu et al., ICML 2022).
+
+    fisher: what mgtta.fisher_information gave, or its file; None is the paper's ETA, without the last part.
+    margin: E_0, in units of ln C.
+    """
+    make = optimizer_factory(optimizer, lr, momentum=momentum, generator=generator)
+    found = fisher if fisher is None or isinstance(fisher, Fisher) else load_fisher(fisher)
+    return EATA(model, make, found, margin, redundancy, fisher_weight)
+
+
+@recipe
+def sar(
+    model: Classifier,
+    *,
+    lr: float = 1e-3,
+    margin: float = 0.4,
+    rho: float = 0.05,
+    recovery: float = 0.2,
+    momentum: float = 0.9,
+    optimizer: str = "sgd",
+    generator: Generator = "imagenet",
+) -> Method:
+    """Sharpness-aware entropy minimisation on reliable images, with recovery (Niu et al., ICLR 2023).
+
+    margin: E_0, in units of ln C.
+    """
+    make = optimizer_factory(optimizer, lr, momentum=momentum, generator=generator)
+    return SAR(model, make, margin, rho, recovery)
+
+
+@recipe
+def deyo(
+    model: Classifier,
+    *,
+    lr: float = 5e-4,
+    margin: float = 0.4,
+    entropy_threshold: float = 0.3,
+    plpd_threshold: float = 0.2,
+    grid: int = 4,
+    seed: int = 0,
+    momentum: float = 0.9,
+    optimizer: str = "sgd",
+    generator: Generator = "imagenet",
+) -> Method:
+    """Entropy of images whose prediction hangs on the object's shape (Lee et al., ICLR 2024).
+
+    margin, entropy_threshold: Ent_0 of the weights and tau_Ent of the selection, in units of ln C.
+    """
+    make = optimizer_factory(optimizer, lr, momentum=momentum, generator=generator)
+    return DeYO(model, make, margin, entropy_threshold, plpd_threshold, grid, seed)
+
+
+@recipe
+def cotta(
+    model: Classifier,
+    *,
+    lr: float = 0.05,
+    confidence: float = 0.1,
+    augmentations: int = 32,
+    restore: float = 0.01,
+    ema: float = 0.999,
+    seed: int = 0,
+    momentum: float = 0.9,
+    optimizer: str = "sgd",
+    generator: Generator = "imagenet",
+) -> Method:
+    """A teacher averaged over time and augmentations, weights restored at random (Wang et al., CVPR 2022).
+
+    confidence: p_th, under which the anchor's mean confidence calls for augmentations.
+    """
+    make = optimizer_factory(optimizer, lr, momentum=momentum, generator=generator)
+    return CoTTA(model, make, confidence, augmentations, restore, ema, seed)
+
+
+@recipe
+def spa(
+    model: Classifier,
+    *,
+    lr: float = 0.01,
+    predictor_lr: float = 0.05,
+    mask_ratio: float = 0.2,
+    low_frequencies: float = 0.2,
+    noise_ratio: float = 0.4,
+    noise_lr: float = 1.0,
+    entropy_weight: float = 0.0,
+    seed: int = 0,
+    momentum: float = 0.9,
+    optimizer: str = "sgd",
+    generator: Generator = "imagenet",
+) -> Method:
+    """Consistency of an image with its deteriorated twins (Niu et al., ICML 2025).
+
+    entropy_weight: 0.1 joins it with TENT. For ResNet-50 with GroupNorm the authors take lr 2.5e-3, predictor_lr
+    0.025 and ratios of 0.1.
+    """
+    make = optimizer_factory(optimizer, lr, momentum=momentum, generator=generator)
+    return SPA(
+        model,
+        make,
+        predictor_lr,
+        mask_ratio,
+        low_frequencies,
+        noise_ratio,
+        noise_lr,
+        entropy_weight,
+        seed,
+    )
+
+
+@recipe
+def roid(
+    model: Classifier,
+    *,
+    lr: float = 2.5e-4,
+    temperature: float = 1 / 3,
+    source_ema: float = 0.99,
+    probs_ema: float = 0.9,
+    seed: int = 0,
+    momentum: float = 0.9,
+    optimizer: str = "sgd",
+    generator: Generator = "imagenet",
+) -> Method:
+    """Weighted likelihood ratios, weights ensembled with the source, priors corrected (Marsden et al., WACV 2024)."""
+    make = optimizer_factory(optimizer, lr, momentum=momentum, generator=generator)
+    return ROID(model, make, temperature, source_ema, probs_ema, seed)
 
 
 @recipe

@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,13 @@ class Method(nn.Module):
     Attributes:
         updates: updates made since the last reset.
         skipped: batches that were predicted but not learned from, because something in them was not finite.
+            A batch in which a method's filter leaves no image counts neither as an update nor as skipped.
+        random: the method's own generator, on the CPU, where it draws any random numbers; see `seed`.
         max_updates, max_seconds: budgets; when one is spent the method only predicts.
     """
 
     optimizer: Optimizer | None = None
+    random: torch.Generator | None = None
 
     def __init__(self, model: Classifier):
         super().__init__()
@@ -46,6 +49,11 @@ class Method(nn.Module):
         for p in self.adapted.values():
             p.requires_grad_()
         return list(self.adapted.values())
+
+    def seed(self, seed: int) -> torch.Generator:
+        """Start the method's own random numbers; its state is saved and reset with the rest."""
+        self.random = torch.Generator().manual_seed(seed)
+        return self.random
 
     def forward(self, x: Tensor) -> Tensor:
         """The logits (N, C) of x from before its update, detached; then the update."""
@@ -84,11 +92,12 @@ class Method(nn.Module):
             self.load_state_dict(self._start)
 
     def get_extra_state(self) -> Any:
-        """What a subclass keeps beside parameters, buffers and optimizer: plain values and tensors, nested."""
-        return None
+        """What is kept beside parameters, buffers and optimizer: plain values and tensors, nested."""
+        return {} if self.random is None else {"random": self.random.get_state()}
 
     def set_extra_state(self, state: Any) -> None:
-        pass
+        if self.random is not None:
+            self.random.set_state(state["random"].cpu())
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """All that adaptation has changed, as copies: parameters, buffers, optimizer, counters."""
@@ -155,25 +164,46 @@ class GradientMethod(Method):
         self.model.use_batch_statistics()
         self.optimizer = optimizer(self.adapts(params(self.model)))
 
-    def loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits (N, C) and the scalar to lower."""
+    def loss(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits (N, C) and the scalar to lower; None where there is nothing to learn from."""
         raise TypeError(f"{type(self).__name__} defines no loss")
+
+    def learned(self, logits: Tensor) -> None:
+        """Called after an update, with the logits from before it: for averages that a method keeps."""
 
     def adapt(self, x: Tensor) -> Tensor:
         logits, loss = self.loss(x)
-        self.descend(loss)
+        if not logits.isfinite().all():
+            self.skipped += 1
+        elif loss is not None and self.descend(loss):
+            self.learned(logits.detach())
         return logits
 
-    def descend(self, loss: Tensor) -> None:
+    def descend(self, loss: Tensor) -> bool:
         """One optimizer step; none, and the batch counted as skipped, where loss or gradient is not finite."""
-        params = list(self.adapted.values())
-        grads = torch.autograd.grad(loss, params, allow_unused=True) if loss.isfinite() else ()
-        norms = torch._foreach_norm([g for g in grads if g is not None]) if grads else []
-        if not norms or not torch.stack(list(norms)).isfinite().all():
+        grads = self.gradients(loss)
+        if grads is None:
             self.skipped += 1
-            return
-        for p, grad in zip(params, grads, strict=True):
+            return False
+        self.step(grads)
+        return True
+
+    def gradients(self, loss: Tensor, more: Sequence[Tensor] = ()) -> Sequence[Tensor | None] | None:
+        """The gradient for every adapted parameter and for `more`; None where it is not finite."""
+        wanted = [*self.adapted.values(), *more]
+        grads = torch.autograd.grad(loss, wanted, allow_unused=True) if loss.isfinite() else ()
+        norms = torch._foreach_norm([g for g in grads if g is not None]) if grads else []
+        return grads if norms and torch.stack(list(norms)).isfinite().all() else None
+
+    def step(self, grads: Sequence[Tensor | None]) -> None:
+        """One optimizer step along these gradients of the adapted parameters."""
+        for p, grad in zip(self.adapted.values(), grads, strict=True):
             p.grad = grad
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.updates += 1
+
+
+def frozen(tensors: Iterable[Tensor]) -> nn.ParameterList:
+    """Copies that move with a method from device to device, and that never change, so that no state has them."""
+    return nn.ParameterList(nn.Parameter(t.detach().clone(), requires_grad=False) for t in tensors)

@@ -5,8 +5,10 @@ N the prior strength: how many images the running statistics count for. Schneide
 mu = N / (N + n) mu_s + n / (N + n) mu_t, and var alike. N = 0 is Nado's: the batch alone.
 """
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mgtta.methods.base import Method
 from mgtta.models import Classifier
@@ -38,10 +40,10 @@ class BatchNormStatistics(Method):
         return logits
 
     def with_batch_statistics(self, x: Tensor) -> Tensor:
-        layers = [layer for layer in batch_norms(self.model.net) if layer.running_mean is not None]
+        layers: list[Any] = [layer for layer in batch_norms(self.model.net) if layer.running_mean is not None]
         source = {layer: (layer.running_mean, layer.running_var) for layer in layers}
 
-        def mix(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        def mix(layer: Any, inputs: tuple[Tensor, ...]) -> None:
             layer.running_mean, layer.running_var = mixed(inputs[0], *source[layer], self.prior, len(x))
 
         handles = [layer.register_forward_pre_hook(mix) for layer in layers]

@@ -49,7 +49,7 @@ def affinity(features: Tensor, neighbours: int) -> Tensor:
 
 def fixed_point(log_q: Tensor, w: Tensor, steps: int, tolerance: float = 1e-6) -> Tensor:
     """log z where the iteration rests, or where it is after so many steps."""
-    z = log_z = log_q.exp()
+    log_z, z = log_q, log_q.exp()
     for _ in range(steps):
         before, log_z = z, (log_q + w @ z).log_softmax(-1)
         z = log_z.exp()

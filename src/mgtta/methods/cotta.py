@@ -1,0 +1,78 @@
+"""CoTTA: a student that follows its own average's predictions (Wang et al., CVPR 2022; its equation numbers).
+
+Notation    f_theta  student; f_theta'  teacher, the student's moving average (alpha = ema); f_theta_0  anchor, the
+            source; p_th = confidence; p = restore, the share of weights that go back to the source at each batch
+
+What the paper leaves open is as in its released system: the augmented views are averaged as logits, the anchor's
+confidence is the batch's mean, and one draw of an augmentation serves the batch. The released system moves only
+tensors called weight or bias; here, as in the paper, all parameters move.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mgtta.augment import random_view
+from mgtta.losses import cross_entropy
+from mgtta.methods.base import GradientMethod, OptimizerFactory
+from mgtta.models import Classifier
+
+
+class CoTTA(GradientMethod):
+    random: torch.Generator
+
+    def __init__(
+        self,
+        model: Classifier,
+        optimizer: OptimizerFactory,
+        confidence: float,
+        augmentations: int,
+        restore: float,
+        ema: float,
+        seed: int,
+    ):
+        if augmentations < 1:
+            raise ValueError(f"augmentations must be at least 1, not {augmentations}")
+        super().__init__(model, lambda classifier: list(classifier.parameters()), optimizer)
+        self.anchor = copy.deepcopy(self.model).requires_grad_(False)
+        self.teacher = copy.deepcopy(self.anchor)
+        self.confidence = confidence
+        self.augmentations = augmentations
+        self.restore = restore
+        self.ema = ema
+        self.seed(seed)
+
+    @torch.no_grad()
+    def predict(self, x: Tensor) -> Tensor:
+        """The teacher's logits: of x, or averaged over views of it where the anchor is unsure (Eq. 4)."""
+        if not self.anchor(x).softmax(-1).amax(-1).mean() < self.confidence:
+            return self.teacher(x)
+        x = self.model.pixels(x)
+        total = sum(self.teacher(random_view(x, self.random)) for _ in range(self.augmentations))
+        return total / self.augmentations  # Eq. 3
+
+    def loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        target = self.predict(x)
+        return target, cross_entropy(target, self.model(x)).mean()  # Eq. 5
+
+    @torch.no_grad()
+    def learned(self, logits: Tensor) -> None:
+        teacher, student = list(self.teacher.parameters()), list(self.model.parameters())
+        torch._foreach_mul_(teacher, self.ema)
+        torch._foreach_add_(teacher, student, alpha=1 - self.ema)  # Eq. 2
+        seed = int(torch.randint(2**62, (), generator=self.random))
+        random = torch.Generator(logits.device).manual_seed(seed)
+        for p, p_0 in zip(student, self.anchor.parameters(), strict=True):
+            M = torch.rand(p.shape, generator=random, device=p.device) < self.restore  # Eq. 7
+            p.copy_(torch.where(M, p_0, p))  # Eq. 8
+
+    def get_extra_state(self) -> Any:
+        teacher = {name: p.detach() for name, p in self.teacher.named_parameters()}
+        return {**super().get_extra_state(), "teacher": teacher}
+
+    def set_extra_state(self, state: Any) -> None:
+        super().set_extra_state(state)
+        for name, p in self.teacher.named_parameters():
+            p.copy_(state["teacher"][name])

@@ -1,0 +1,78 @@
+"""DeYO: destroy your object (Lee et al., ICLR 2024): learn from images whose prediction hangs on their shape.
+
+Equations are named by the paper's symbols: selection is S_theta(x), weighting is alpha_theta(x).
+Notation    Ent  entropy of one prediction; Ent_0 = margin * ln C; tau_Ent = entropy_threshold * ln C
+            x'  the image with its patches shuffled; PLPD  how much the pseudo-label's probability falls by that
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from mgtta.augment import check_images
+from mgtta.losses import entropy
+from mgtta.methods.base import GradientMethod, OptimizerFactory
+from mgtta.models import Classifier
+from mgtta.params import norm_parameters
+
+
+class DeYO(GradientMethod):
+    random: torch.Generator
+
+    def __init__(
+        self,
+        model: Classifier,
+        optimizer: OptimizerFactory,
+        margin: float,
+        entropy_threshold: float,
+        plpd_threshold: float,
+        grid: int,
+        seed: int,
+    ):
+        super().__init__(model, norm_parameters, optimizer)
+        self.margin = margin
+        self.entropy_threshold = entropy_threshold
+        self.plpd_threshold = plpd_threshold
+        self.grid = grid
+        self.seed(seed)
+
+    def loss(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits = self.model(x)
+        Ent = entropy(logits)
+        log_C = math.log(logits.shape[1])
+        kept = (Ent < self.entropy_threshold * log_C).nonzero().flatten()
+        if not len(kept):
+            return logits, None
+        plpd = self.plpd(x, logits.detach(), kept)
+        shaped = plpd > self.plpd_threshold  # S_theta(x)
+        if not shaped.any():
+            return logits, None
+        Ent, plpd = Ent[kept][shaped], plpd[shaped]
+        weight = (self.margin * log_C - Ent.detach()).exp() + plpd.exp()  # alpha_theta(x)
+        return logits, (weight * Ent).mean()
+
+    @torch.no_grad()
+    def plpd(self, x: Tensor, logits: Tensor, kept: Tensor) -> Tensor:
+        """(p(x) - p(x')) at the pseudo-label, for the images of index `kept`: (n,)."""
+        shuffled = shuffle_patches(self.model.pixels(x)[kept], self.grid, self.random)
+        p, p_shuffled = logits[kept].softmax(-1), self.model(shuffled).softmax(-1)
+        label = p.argmax(-1, keepdim=True)
+        return (p - p_shuffled).gather(1, label)[:, 0]
+
+
+def shuffle_patches(x: Tensor, grid: int, random: torch.Generator) -> Tensor:
+    """Each image's grid x grid patches in an order of its own; resized and back where they do not fit in whole."""
+    n, channels, height, width = check_images(x).shape
+    h, w = max(1, height // grid), max(1, width // grid)
+    fits = (h * grid, w * grid) == (height, width)
+    if not fits:
+        x = interpolate(x, (h * grid, w * grid), mode="bilinear", align_corners=False)
+    order = torch.rand(n, grid * grid, generator=random).argsort(1).to(x.device)
+    patches = x.reshape(n, channels, grid, h, grid, w).permute(0, 2, 4, 1, 3, 5)  # (n, row, column, channels, h, w)
+    patches = patches.reshape(n, grid * grid, channels, h, w)
+    patches = patches[torch.arange(n, device=x.device)[:, None], order]
+    patches = patches.reshape(n, grid, grid, channels, h, w).permute(0, 3, 1, 4, 2, 5)
+    x = patches.reshape(n, channels, h * grid, w * grid)
+    return x if fits else interpolate(x, (height, width), mode="bilinear", align_corners=False)

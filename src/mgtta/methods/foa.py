@@ -1,0 +1,131 @@
+"""FOA: input prompts evolved by CMA-ES, activations shifted to the source (Niu et al., ICML 2024, arXiv 2404.01650).
+
+Notation: p (P, d) the prompts of one candidate, K candidates a batch, e_N (N, d) the final class tokens,
+mu_N(t) their running mean over the test stream, mu_N^S the source's. Numbers are the paper's.
+
+Where paper and released system differ this follows the system, whose figures are the ones compared with: Eq. 5 has
+squared distances and its discrepancy is scaled by N / 64; K = 28 is 27 samples and the previous best; CMA-ES starts
+at zero with step size 1, and the first "previous best" is uniform; a batch is shifted by what was known before it
+(the first, not at all); mu_N(X_t) is the mean over all candidates.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mgtta.losses import objective
+from mgtta.methods.base import Method
+from mgtta.models import Classifier
+from mgtta.optim.evolution import Evolution
+from mgtta.source import SourceStatistics
+
+IMAGES = 64  # images of a forward pass, over which small batches are filled up with candidates
+
+
+class FOA(Method):
+    prompt: Tensor
+    mean: Tensor
+
+    def __init__(
+        self,
+        model: Classifier,
+        source: SourceStatistics,
+        prompts: int = 3,
+        population: int = 28,
+        trade_off: float = 0.4,
+        momentum: float = 0.9,
+        seed: int = 0,
+    ):
+        super().__init__(model)
+        _check_tokens(self.model)
+        if prompts < 1 or population < 4:
+            raise ValueError(f"prompts must be at least 1 and population 4, not {prompts} and {population}")
+        source.check(model.name, self.fingerprint)
+        self.source, self.trade_off, self.momentum = source, trade_off, momentum
+        net: Any = self.model.net
+        patch = net.patch_embed.proj.weight  # (d, channels, height, width)
+        bound = math.sqrt(6 / (patch[0].numel() + len(patch)))
+        first = torch.rand(prompts, len(patch), generator=torch.Generator().manual_seed(seed)) * 2 * bound - bound
+        self.register_buffer("prompt", first.to(patch))  # the best of the last batch
+        self.register_buffer("mean", torch.zeros_like(source.mean[-1]).to(patch))  # mu_N(t)
+        self.evolution = Evolution(first.numel(), population - 1, seed)
+
+    def predict(self, x: Tensor) -> Tensor:
+        """By the last best prompt and the shift; by the source model as long as there is nothing learned."""
+        return self.evaluate(x, self.prompt[None])[1][0] + self.shift() if self.updates else self.model(x)
+
+    @torch.no_grad()
+    def adapt(self, x: Tensor) -> Tensor:
+        shift = self.shift()
+        found = [self.evaluate(x, self.prompt[None])]
+        if not found[0][0].isfinite().all():  # before anything is drawn: this batch leaves no trace
+            self.skipped += 1
+            return found[0][1][0] + shift
+        sampled = torch.from_numpy(self.evolution.ask()).to(self.prompt).unflatten(1, self.prompt.shape)  # Eq. 6
+        found += [self.evaluate(x, some) for some in sampled.split(max(1, IMAGES // len(x)))]
+        fitness, logits, means = (torch.cat(parts) for parts in zip(*found, strict=True))  # (K,), (K, N, C), (K, d)
+        finite = fitness.isfinite()
+        fitness = fitness.where(finite, fitness[finite].max())
+        self.evolution.tell(self.prompt.flatten().double().cpu().numpy(), fitness.tolist())
+        best = int(fitness.argmin())
+        self.prompt = torch.cat([self.prompt[None], sampled])[best]
+        mean = means[finite].mean(0)  # mu_N(X_t)
+        self.mean = self.momentum * self.mean + (1 - self.momentum) * mean if self.updates else mean  # Eq. 9
+        self.updates += 1
+        return logits[best] + shift
+
+    def evaluate(self, x: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Fitness (K,), unshifted logits (K, N, C) and mean class token (K, d) of candidates (K, P, d), in one pass."""
+        k, n = len(prompts), len(x)
+        per_image = prompts.repeat_interleave(n, 0)  # (K N, P, d)
+        net: Any = self.model.net
+        place = net.num_prefix_tokens
+
+        def insert(_block: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            tokens = inputs[0]  # (K N, L, d): the class token first
+            return torch.cat([tokens[:, :place], per_image, tokens[:, place:]], 1), *inputs[1:]
+
+        handle = net.blocks[0].register_forward_pre_hook(insert)
+        try:
+            logits, features = self.model.features(x if k == 1 else x.repeat(k, *[1] * (x.ndim - 1)))
+        finally:
+            handle.remove()
+        source = self.source = self.source.to(logits)
+        logits, features = logits.unflatten(0, (k, n)), [f.unflatten(0, (k, n)) for f in features]
+        fitness = [  # Eq. 5
+            n * objective(y, f, source.mean, source.std, self.trade_off)
+            for y, *f in zip(logits, *features, strict=True)
+        ]
+        return torch.stack(fitness), logits, features[-1].mean(1)
+
+    def shift(self) -> Tensor:
+        """What the move of e_N by mu_N^S - mu_N(t) (Eqs. 7, 8, gamma = 1) adds to the logits (C,): a head is linear."""
+        weight, classes = self.model.head.weight, self.model.classes
+        direction = self.source.mean[-1].to(weight) - self.mean if self.updates else torch.zeros_like(self.mean)
+        return (weight if classes is None else weight[classes]) @ direction
+
+    def get_extra_state(self) -> Any:
+        return self.evolution.state()
+
+    def set_extra_state(self, state: Any) -> None:
+        self.evolution.load(state)
+
+
+def _check_tokens(model: Classifier) -> None:
+    net: Any = model.net
+    blocks, patches = getattr(net, "blocks", None), getattr(net, "patch_embed", None)
+    needs = {
+        "blocks, a sequence of transformer blocks": isinstance(blocks, nn.Sequential | nn.ModuleList),
+        "patch_embed and _pos_embed": hasattr(patches, "proj") and hasattr(net, "_pos_embed"),
+        "a class token that is pooled": getattr(net, "global_pool", "") == "token" and net.num_prefix_tokens > 0,
+        "one linear head": isinstance(getattr(net, "get_classifier", lambda: None)(), nn.Linear),
+        "absolute positions": getattr(net, "rope", None) is None and getattr(net, "rel_pos_bias", None) is None,
+    }
+    missing = [what for what, there in needs.items() if not there]
+    if missing:
+        raise ValueError(
+            f"FOA puts prompts among the tokens of a model like timm's VisionTransformer; {model.name} lacks "
+            f"{'; '.join(missing)}. For other models take another method, such as lame, t3a or eq7_adam"
+        )

@@ -1,0 +1,100 @@
+"""ROID: robust to any order of domains and classes (Marsden, Döbler, Yang, WACV 2024, arXiv 2306.00650).
+
+Equations are named by what they define. The clipping of the soft likelihood ratio is the released system's.
+Notation    p  predicted probabilities (C,); p_bar  their moving average over batches; w  an image's weight;
+            theta_0  the source's parameters; pi  the class prior of the batch
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from mgtta.augment import random_view
+from mgtta.losses import cross_entropy, entropy
+from mgtta.methods.base import GradientMethod, OptimizerFactory, frozen
+from mgtta.models import Classifier
+from mgtta.params import norm_parameters
+
+
+class ROID(GradientMethod):
+    random: torch.Generator
+    probs: Tensor
+
+    def __init__(
+        self,
+        model: Classifier,
+        optimizer: OptimizerFactory,
+        temperature: float,
+        source_ema: float,
+        probs_ema: float,
+        seed: int,
+    ):
+        super().__init__(model, norm_parameters, optimizer)
+        self.source = frozen(self.adapted.values())
+        self.temperature = temperature
+        self.source_ema = source_ema
+        self.probs_ema = probs_ema
+        self.register_buffer("probs", torch.empty(0))  # p_bar; uniform until there is one
+        self.seed(seed)
+
+    def predict(self, x: Tensor) -> Tensor:
+        return prior_corrected(self.model(x))
+
+    def adapt(self, x: Tensor) -> Tensor:
+        return prior_corrected(super().adapt(x).detach())
+
+    def loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits before their correction, and the weighted likelihood ratio with the weighted consistency."""
+        logits = self.model(x)
+        weight = self.weights(logits)
+        kept = weight > 0
+        view = self.model(random_view(self.model.pixels(x)[kept], self.random, noise=False))
+        symmetric = cross_entropy(logits[kept], view) / 2 + cross_entropy(view, logits[kept]) / 2
+        loss = (weight[kept] * (soft_likelihood_ratio(logits[kept]) + symmetric)).sum() / len(logits)
+        return logits, loss
+
+    def weights(self, logits: Tensor) -> Tensor:
+        """exp(diversity * certainty / temperature), and 0 for the less diverse than the mean: (N,).
+
+        In a batch of one there is nothing to compare with: its weight is 1.
+        """
+        logits = logits.detach()
+        probs = logits.softmax(-1)
+        diversity = unit_range(1 - cosine_similarity(probs, self._average(probs)[None], dim=1))
+        certainty = unit_range(-entropy(logits))
+        weight = (diversity * certainty / self.temperature).exp()
+        return torch.where(diversity < diversity.mean(), 0, weight)
+
+    def _average(self, probs: Tensor) -> Tensor:
+        return self.probs if len(self.probs) else torch.full_like(probs[0], 1 / probs.shape[1])
+
+    @torch.no_grad()
+    def learned(self, logits: Tensor) -> None:
+        for p, p_0 in zip(self.adapted.values(), self.source, strict=True):  # weight ensembling
+            p.copy_(self.source_ema * p + (1 - self.source_ema) * p_0)
+        probs = logits.softmax(-1)
+        self.probs = self.probs_ema * self._average(probs) + (1 - self.probs_ema) * probs.mean(0)
+
+
+def soft_likelihood_ratio(logits: Tensor, clip: float = 0.99, eps: float = 1e-5) -> Tensor:
+    """-sum_c p_c log(p_c / (1 - p_c)): (N, C) -> (N,)."""
+    p = logits.softmax(-1).clamp(max=clip)
+    return -(p * (p / (1 - p) + eps).log()).sum(-1)
+
+
+def unit_range(values: Tensor) -> Tensor:
+    """Shifted and scaled to [0, 1]; zeros where all are the same."""
+    low, high = values.aminmax()
+    return torch.where(high > low, (values - low) / (high - low), 0)
+
+
+def prior_corrected(logits: Tensor) -> Tensor:
+    """log(p * pi), pi being the batch's mean prediction, smoothed so that a small batch says little about it.
+
+    A prediction that is not a number has no part in pi.
+    """
+    n, n_classes = logits.shape
+    log_p = logits.log_softmax(-1)
+    prior = log_p.exp().nanmean(0)
+    gamma = max(1 / n, 1 / n_classes) / prior.max()
+    return log_p + ((prior + gamma) / (1 + gamma * n_classes)).log()

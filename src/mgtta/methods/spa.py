@@ -1,0 +1,123 @@
+"""SPA: consistency of an image with its deteriorated twins (Niu et al., ICML 2025, arXiv 2504.08010).
+
+From the paper: the image's prediction is the target, its twin's is drawn to it; twins keep the geometry; one has
+low-frequency amplitudes masked at random, the other noise injected; only images that the model is surer of than of
+their twin teach it. From its released system: KL divergence as the distance, averaged over the images kept; the
+ratios and learning rates; the linear predictor, which starts as the identity, before the head on the twins' side
+alone; noise strengths a_ij^2 on a 14 x 14 grid, learned by ascent on the same loss, their mean held at noise_ratio.
+Our reading: both twins are made relative to the model's own input mean and std (0.5 where it has none), the grid
+stretches over images of any size, and the noise's momentum is SGD's.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import interpolate
+
+from mgtta.augment import check_images
+from mgtta.losses import cross_entropy, entropy
+from mgtta.methods.base import GradientMethod, OptimizerFactory
+from mgtta.models import Classifier
+from mgtta.params import norm_parameters
+
+GRID = 14
+NOISE_MOMENTUM = 0.9
+
+
+class SPA(GradientMethod):
+    random: torch.Generator
+    noise: Tensor
+    velocity: Tensor
+
+    def __init__(
+        self,
+        model: Classifier,
+        optimizer: OptimizerFactory,
+        predictor_lr: float,
+        mask_ratio: float,
+        low_frequencies: float,
+        noise_ratio: float,
+        noise_lr: float,
+        entropy_weight: float,
+        seed: int,
+    ):
+        super().__init__(model, norm_parameters, optimizer)
+        weight = self.model.head.weight
+        self.predictor = nn.Parameter(torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device))
+        self.adapted["predictor"] = self.predictor
+        self.optimizer.add_param_group({"params": [self.predictor], "lr": predictor_lr})
+        self.register_buffer("noise", torch.full((1, 1, GRID, GRID), noise_ratio**0.5).to(weight))  # a
+        self.register_buffer("velocity", torch.zeros_like(self.noise))
+        self.mask_ratio = mask_ratio
+        self.low_frequencies = low_frequencies
+        self.noise_ratio = noise_ratio
+        self.noise_lr = noise_lr
+        self.entropy_weight = entropy_weight
+        self.seed(seed)
+
+    def loss(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self._loss(x, self.noise)
+
+    def _loss(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits = self.model(x)
+        x = check_images(self.model.pixels(x))
+        mean, std = (0.5 if b is None else b for b in (self.model.mean, self.model.std))
+        masked = mean + mask_low_frequencies(x - mean, self.mask_ratio, self.low_frequencies, self.random)
+        drawn = mean + std * torch.randn(x.shape[1:], generator=self.random).to(x)  # shared by the batch
+        strength = interpolate(noise.square(), x.shape[2:], mode="nearest")
+        noisy = (x + strength * (drawn - x)).clamp(0, 1)
+        terms = [self.consistency(logits.detach(), self.through_predictor(twin)) for twin in (masked, noisy)]
+        if self.entropy_weight:
+            terms.append(self.entropy_weight * entropy(logits).mean())
+        found = [term for term in terms if term is not None]
+        return logits, torch.stack(found).sum() if found else None
+
+    def consistency(self, target: Tensor, twin: Tensor) -> Tensor | None:
+        """The KL divergence of the twin's prediction from the target, over images surer than their twin."""
+        surer = target.softmax(-1).amax(-1) > twin.detach().softmax(-1).amax(-1)
+        divergence = cross_entropy(target, twin) - entropy(target)
+        return divergence[surer].mean() if surer.any() else None
+
+    def through_predictor(self, x: Tensor) -> Tensor:
+        """The logits of x with the predictor before the head."""
+        handle = self.model.head.register_forward_pre_hook(lambda _head, inputs: (inputs[0] @ self.predictor.T,))
+        try:
+            return self.model(x)
+        finally:
+            handle.remove()
+
+    def adapt(self, x: Tensor) -> Tensor:
+        noise = self.noise.clone().requires_grad_()
+        logits, loss = self._loss(x, noise)
+        grads = self.gradients(loss, [noise]) if loss is not None and logits.isfinite().all() else None
+        if grads is not None:
+            self.step(grads[:-1])
+            if grads[-1] is not None:
+                self.ascend(grads[-1])
+        elif loss is not None or not logits.isfinite().all():
+            self.skipped += 1
+        return logits
+
+    @torch.no_grad()
+    def ascend(self, grad: Tensor) -> None:
+        """Noise goes where it hurts most; its mean strength stays at noise_ratio, unless the bound of 1 binds."""
+        self.velocity = NOISE_MOMENTUM * self.velocity + grad
+        noise = self.noise + self.noise_lr * self.velocity
+        self.noise = (noise * (self.noise_ratio / noise.square().mean()).sqrt()).clamp(-1, 1)
+
+
+def mask_low_frequencies(x: Tensor, ratio: float, side: float, random: torch.Generator) -> Tensor:
+    """A share `ratio` of the amplitudes of low frequencies set to 0, phases and all else kept: (N, c, H, W).
+
+    Low are those in the middle square of the shifted spectrum whose side is `side` of the image's. A frequency and
+    its conjugate go together, so the result is real.
+    """
+    height, width = x.shape[2:]
+    spectrum = torch.fft.rfft2(x if x.dtype == torch.float64 else x.float())  # (N, c, H, W // 2 + 1)
+    r_h, r_w = (min(round(side * n / 2), (n - 1) // 2) for n in (height, width))
+    kept = (torch.rand(*x.shape[:2], 2 * r_h + 1, r_w + 1, generator=random) >= ratio).to(x.device)
+    kept[:, :, r_h + 1 :, 0] = kept[:, :, :r_h, 0].flip(2)  # rows are frequencies -r_h ... r_h
+    rows = torch.arange(-r_h, r_h + 1, device=x.device) % height
+    spectrum[:, :, rows, : r_w + 1] *= kept
+    return cast(Tensor, torch.fft.irfft2(spectrum, s=(height, width))).to(x.dtype)
