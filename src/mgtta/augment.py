@@ -26,7 +26,9 @@ def random_view(x: Tensor, random: torch.Generator, *, noise: bool = True) -> Te
     seed = int(torch.randint(2**62, (), generator=random))
     with torch.random.fork_rng(devices=[]):  # torchvision draws on the CPU, from torch's default generator
         torch.default_generator.manual_seed(seed)
-        x = _jitter(n_channels)(x.clamp(0, 1))
+        x = x.clamp(0, 1)
+        if n_channels in (1, 3):
+            x = transforms.ColorJitter((0.6, 1.4), (0.7, 1.3), (0.5, 1.5), (-0.06, 0.06))(x)
         gamma = float(torch.empty(()).uniform_(0.7, 1.3))
         x = x.clamp(min=1e-8) ** gamma
         x = transforms.functional.pad(x, [width // 2, height // 2], padding_mode="edge")
@@ -41,9 +43,3 @@ def random_view(x: Tensor, random: torch.Generator, *, noise: bool = True) -> Te
         generator = torch.Generator(x.device).manual_seed(seed)
         x = x + 0.005 * torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
     return x.clamp(0, 1)
-
-
-def _jitter(n_channels: int) -> torch.nn.Module:
-    if n_channels in (1, 3):
-        return transforms.ColorJitter((0.6, 1.4), (0.7, 1.3), (0.5, 1.5), (-0.06, 0.06))
-    return transforms.ColorJitter((0.6, 1.4))

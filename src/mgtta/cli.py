@@ -175,6 +175,58 @@ def corrupt(
     typer.echo(str(report))
 
 
+@app.command()
+def bench(
+    experiment: Annotated[str, typer.Argument(help="corruptions, budgets, ablation, mixed, continual, ...")],
+    out: Annotated[Path, typer.Option(help="The folder of the records; a run goes on where it stopped.")] = Path(
+        "runs"
+    ),
+    methods: Annotated[str, typer.Option(help="Names, separated by commas; see `mgtta list`.")] = "noadapt,tent,mgtta",
+    seeds: Annotated[int, typer.Option(help="How many.")] = 1,
+    model: Model = "glyphs_vit",
+    checkpoint: Checkpoint = None,
+    data: Annotated[str | None, typer.Option(help="Test images: a tree, tars, or ImageNet-C; else characters.")] = None,
+    validation: Annotated[str | None, typer.Option(help="Other images, for statistics and sweeps.")] = None,
+    source: Source = None,
+    generator: Annotated[str, typer.Option(help="MGTTA's: a shipped one's name, or a file.")] = "imagenet",
+    images: Annotated[int | None, typer.Option(help="Of each domain.")] = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Choose learning rates on the validation corruptions.")
+    ] = False,
+    workers: Annotated[int, typer.Option(help="Processes; 0 runs in this one.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="256 images of each domain.")] = False,
+    device: Device = None,
+) -> None:
+    """Run an experiment of the paper; records go to a folder, a table to the screen."""
+    from mgtta.bench import Options, Setup, chosen, experiment_cells, run_cells, sweep_cells
+    from mgtta.report import markdown
+    from mgtta.store import Store
+
+    setup = Setup(
+        model, None if checkpoint is None else str(checkpoint), data, validation, source, generator,
+        images or (256 if quick else None), _device(device),
+    )  # fmt: skip
+    store, names, settings = Store(out), methods.split(","), {}
+    with _progress() as progress:
+
+        def run(title: str, cells: list[Any]) -> list[dict[str, Any]]:
+            task = progress.add_task(title, total=len(cells))
+            done = store.cells()
+            progress.advance(task, sum(cell.key(setup) in done for cell in cells))
+
+            def on_cell(cell: Any, records: Any) -> None:
+                progress.update(task, advance=1, description=f"{title}: {cell.method} {records[-1]['top1']:.1f} %")
+
+            return run_cells(cells, setup, store, workers, on_cell)
+
+        if sweep:
+            settings = chosen(run("sweep", sweep_cells(names)))
+        records = run(experiment, experiment_cells(experiment, Options(names, seeds, settings)))
+    typer.echo(markdown(records))
+    for name, setting in settings.items():
+        typer.echo(f"{name}: lr {setting['lr']:g}, chosen from {len(sweep_cells([name])) // 4} on the validation split")
+
+
 @app.command("list")
 def list_() -> None:
     """The methods with their settings, the generators, models and corruptions."""

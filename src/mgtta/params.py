@@ -58,10 +58,7 @@ def early_norm_parameters(net: nn.Module) -> list[nn.Parameter]:
     early, late = parts[: 3 * len(parts) // 4], parts[3 * len(parts) // 4 :]
     inside = [i for i, name in enumerate(layers) if _inside(name, early)]
     beyond = [i for i, name in enumerate(layers) if _inside(name, late)]
-    if inside:
-        end = min([inside[-1] + 1, *beyond])
-    else:
-        end = max(1, 3 * len(layers) // 4)
+    end = min([inside[-1] + 1, *beyond]) if inside else max(1, 3 * len(layers) // 4)
     return [p for layer in list(layers.values())[:end] for p in layer.parameters(recurse=False)]
 
 

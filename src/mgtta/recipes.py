@@ -284,8 +284,14 @@ def recipe_of(name: str) -> Callable[..., Method]:
     return RECIPES[name.replace("-", "_")]
 
 
+def recipe_settings(name: str) -> dict[str, Any]:
+    """Setting -> default of a recipe; inspect.Parameter.empty for one that must be given."""
+    parameters = list(inspect.signature(recipe_of(name)).parameters.values())[1:]
+    return {parameter.name: parameter.default for parameter in parameters}
+
+
 def needs_source(name: str) -> bool:
-    return "source" in inspect.signature(recipe_of(name)).parameters
+    return "source" in recipe_settings(name)
 
 
 def create(
@@ -302,7 +308,7 @@ def create(
         max_updates, max_seconds: when one is spent, the method only predicts.
     """
     function = recipe_of(name)
-    parameters = dict(list(inspect.signature(function).parameters.items())[1:])
+    parameters = recipe_settings(name)
     for key in settings:
         if key not in parameters:
             raise unknown(f"setting of {name}", key, [*parameters, "max_updates", "max_seconds"])

@@ -59,7 +59,8 @@ class CoTTA(GradientMethod):
 
     @torch.no_grad()
     def learned(self, logits: Tensor) -> None:
-        teacher, student = list(self.teacher.parameters()), list(self.model.parameters())
+        teacher: list[Tensor] = list(self.teacher.parameters())
+        student: list[Tensor] = list(self.model.parameters())
         torch._foreach_mul_(teacher, self.ema)
         torch._foreach_add_(teacher, student, alpha=1 - self.ema)  # Eq. 2
         seed = int(torch.randint(2**62, (), generator=self.random))

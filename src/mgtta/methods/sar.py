@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mgtta.losses import entropy
 from mgtta.methods.base import GradientMethod, OptimizerFactory
@@ -27,7 +27,7 @@ class SAR(GradientMethod):
 
     def __init__(self, model: Classifier, optimizer: OptimizerFactory, margin: float, rho: float, recovery: float):
         sam = partial(SAM, base=optimizer, rho=rho)
-        super().__init__(model, lambda classifier: early_norm_parameters(classifier.net), sam)
+        super().__init__(model, _early, sam)
         self.margin = margin
         self.recovery = recovery
         self.average: float | None = None  # e_m
@@ -91,3 +91,7 @@ class SAR(GradientMethod):
     def set_extra_state(self, state: Any) -> None:
         super().set_extra_state(state)
         self.average, self.recoveries = state["average"], state["recoveries"]
+
+
+def _early(classifier: nn.Module) -> list[nn.Parameter]:
+    return early_norm_parameters(classifier.get_submodule("net"))

@@ -5,14 +5,15 @@ low-frequency amplitudes masked at random, the other noise injected; only images
 their twin teach it. From its released system: KL divergence as the distance, averaged over the images kept; the
 ratios and learning rates; the linear predictor, which starts as the identity, before the head on the twins' side
 alone; noise strengths a_ij^2 on a 14 x 14 grid, learned by ascent on the same loss, their mean held at noise_ratio.
-Our reading: both twins are made relative to the model's own input mean and std (0.5 where it has none), the grid
-stretches over images of any size, and the noise's momentum is SGD's.
+Our reading: both twins are made relative to the model's own input mean and std (0.5 where it has none); the grid
+stretches over images of any size; predictor and noise move by SGD with momentum whatever optimizer moves the norm
+layers, for what suits those may not suit a matrix that starts as the identity.
 """
 
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import interpolate
 
 from mgtta.augment import check_images
@@ -22,13 +23,15 @@ from mgtta.models import Classifier
 from mgtta.params import norm_parameters
 
 GRID = 14
-NOISE_MOMENTUM = 0.9
+MOMENTUM = 0.9  # of predictor and noise
 
 
 class SPA(GradientMethod):
     random: torch.Generator
+    predictor: Tensor
+    predictor_velocity: Tensor
     noise: Tensor
-    velocity: Tensor
+    noise_velocity: Tensor
 
     def __init__(
         self,
@@ -44,11 +47,11 @@ class SPA(GradientMethod):
     ):
         super().__init__(model, norm_parameters, optimizer)
         weight = self.model.head.weight
-        self.predictor = nn.Parameter(torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device))
-        self.adapted["predictor"] = self.predictor
-        self.optimizer.add_param_group({"params": [self.predictor], "lr": predictor_lr})
+        self.register_buffer("predictor", torch.eye(weight.shape[1]).to(weight))  # (D, D)
+        self.register_buffer("predictor_velocity", torch.zeros_like(self.predictor))
         self.register_buffer("noise", torch.full((1, 1, GRID, GRID), noise_ratio**0.5).to(weight))  # a
-        self.register_buffer("velocity", torch.zeros_like(self.noise))
+        self.register_buffer("noise_velocity", torch.zeros_like(self.noise))
+        self.predictor_lr = predictor_lr
         self.mask_ratio = mask_ratio
         self.low_frequencies = low_frequencies
         self.noise_ratio = noise_ratio
@@ -57,9 +60,9 @@ class SPA(GradientMethod):
         self.seed(seed)
 
     def loss(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self._loss(x, self.noise)
+        return self._loss(x, self.predictor, self.noise)
 
-    def _loss(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _loss(self, x: Tensor, predictor: Tensor, noise: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = self.model(x)
         x = check_images(self.model.pixels(x))
         mean, std = (0.5 if b is None else b for b in (self.model.mean, self.model.std))
@@ -67,7 +70,8 @@ class SPA(GradientMethod):
         drawn = mean + std * torch.randn(x.shape[1:], generator=self.random).to(x)  # shared by the batch
         strength = interpolate(noise.square(), x.shape[2:], mode="nearest")
         noisy = (x + strength * (drawn - x)).clamp(0, 1)
-        terms = [self.consistency(logits.detach(), self.through_predictor(twin)) for twin in (masked, noisy)]
+        twins = [self.through_predictor(twin, predictor) for twin in (masked, noisy)]
+        terms = [self.consistency(logits.detach(), twin) for twin in twins]
         if self.entropy_weight:
             terms.append(self.entropy_weight * entropy(logits).mean())
         found = [term for term in terms if term is not None]
@@ -75,36 +79,45 @@ class SPA(GradientMethod):
 
     def consistency(self, target: Tensor, twin: Tensor) -> Tensor | None:
         """The KL divergence of the twin's prediction from the target, over images surer than their twin."""
-        surer = target.softmax(-1).amax(-1) > twin.detach().softmax(-1).amax(-1)
+        surer = self.surer(target, twin.detach())
         divergence = cross_entropy(target, twin) - entropy(target)
         return divergence[surer].mean() if surer.any() else None
 
-    def through_predictor(self, x: Tensor) -> Tensor:
+    def surer(self, target: Tensor, twin: Tensor) -> Tensor:
+        """Where the image's largest probability is above its twin's: (N,) of bool."""
+        return target.softmax(-1).amax(-1) > twin.softmax(-1).amax(-1)
+
+    def through_predictor(self, x: Tensor, predictor: Tensor) -> Tensor:
         """The logits of x with the predictor before the head."""
-        handle = self.model.head.register_forward_pre_hook(lambda _head, inputs: (inputs[0] @ self.predictor.T,))
+        handle = self.model.head.register_forward_pre_hook(lambda _head, inputs: (inputs[0] @ predictor.T,))
         try:
             return self.model(x)
         finally:
             handle.remove()
 
     def adapt(self, x: Tensor) -> Tensor:
-        noise = self.noise.clone().requires_grad_()
-        logits, loss = self._loss(x, noise)
-        grads = self.gradients(loss, [noise]) if loss is not None and logits.isfinite().all() else None
+        predictor, noise = (t.clone().requires_grad_() for t in (self.predictor, self.noise))
+        logits, loss = self._loss(x, predictor, noise)
+        finite = bool(logits.isfinite().all())
+        grads = self.gradients(loss, [predictor, noise]) if loss is not None and finite else None
         if grads is not None:
-            self.step(grads[:-1])
-            if grads[-1] is not None:
-                self.ascend(grads[-1])
-        elif loss is not None or not logits.isfinite().all():
+            *theirs, down, up = grads
+            self.step(theirs)
+            self.deteriorate(down, up)
+        elif loss is not None or not finite:
             self.skipped += 1
         return logits
 
     @torch.no_grad()
-    def ascend(self, grad: Tensor) -> None:
-        """Noise goes where it hurts most; its mean strength stays at noise_ratio, unless the bound of 1 binds."""
-        self.velocity = NOISE_MOMENTUM * self.velocity + grad
-        noise = self.noise + self.noise_lr * self.velocity
-        self.noise = (noise * (self.noise_ratio / noise.square().mean()).sqrt()).clamp(-1, 1)
+    def deteriorate(self, down: Tensor | None, up: Tensor | None) -> None:
+        """The predictor descends; noise goes where it hurts most, its mean strength held as far as its bound allows."""
+        if down is not None:
+            self.predictor_velocity = MOMENTUM * self.predictor_velocity + down
+            self.predictor = self.predictor - self.predictor_lr * self.predictor_velocity
+        if up is not None:
+            self.noise_velocity = MOMENTUM * self.noise_velocity + up
+            noise = self.noise + self.noise_lr * self.noise_velocity
+            self.noise = (noise * (self.noise_ratio / noise.square().mean().clamp(min=1e-12)).sqrt()).clamp(-1, 1)
 
 
 def mask_low_frequencies(x: Tensor, ratio: float, side: float, random: torch.Generator) -> Tensor:

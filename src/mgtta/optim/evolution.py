@@ -15,7 +15,7 @@ class Evolution:
     """Ask for candidates, tell their fitness (lower is better); the search starts at zero with step size 1."""
 
     STATE = (
-        *("mean", "mean_old", "sigma", "pc", "pc2", "countiter", "countevals", "adapt_sigma.ps"),
+        *("mean", "mean_old", "sigma", "pc", "countiter", "adapt_sigma.ps"),
         *("sm.C", "sm.B", "sm.D", "sm.last_update", "sm.count_tell", "sm.count_eigen"),
     )
 

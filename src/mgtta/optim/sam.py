@@ -34,10 +34,12 @@ class SAM(Optimizer):
     def perturbed(self) -> Iterator[None]:
         """At theta + e; theta is back, bit for bit, when the block ends, however it ends."""
         moved = [(p, group["rho"]) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not moved:
+            raise ValueError("no parameter has a gradient: compute the gradients at theta first")
         before = [p.detach().clone() for p, _ in moved]
         with torch.no_grad():
-            norms = [p.grad.norm() for p, _ in moved]
-            norm = torch.stack([n.to(norms[0].device) for n in norms]).norm() if norms else None
+            norms = [n.to(moved[0][0].device) for n in torch._foreach_norm([p.grad for p, _ in moved])]
+            norm = torch.stack(norms).norm()
             for p, rho in moved:
                 p.add_(p.grad * (rho / (norm + 1e-12)).to(p.device))  # Eq. 4
         try:
@@ -47,7 +49,7 @@ class SAM(Optimizer):
                 for (p, _), value in zip(moved, before, strict=True):
                     p.copy_(value)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Args:
         closure: clears the gradients, computes the loss's at the perturbed point and returns the loss. Without it
             the gradients at hand are taken to be those of the perturbed point.
