@@ -233,6 +233,19 @@ def test_corrupt_writes_a_tree(run, folder, tmp_path):
     assert sorted(p.name for p in (tmp_path / "c" / "contrast").iterdir()) == ["3", "5"]
 
 
+def test_bench_prints_a_table_and_keeps_records(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("mgtta.bench.CORRUPTIONS", ("fog", "contrast"))
+    words = ("bench", "corruptions", "--methods", "noadapt,tent", "--images", 4, "--out", tmp_path, "--device", "cpu")
+    code, out, err = run(*words)
+    assert code == 0, err
+    assert "| method | fog | contr | mean |" in out
+    assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 4
+    assert run(*words)[1] == out
+    code, _, err = run("bench", "corruption", "--out", tmp_path)
+    assert code == 2
+    assert "learning-rate, mixed" in err
+
+
 def test_demo_prints_a_table(run):
     code, out, err = run("demo", "--images", 4, "--methods", "noadapt,eq7_sgd", "--device", "cpu")
     assert code == 0, err

@@ -54,12 +54,3 @@ def test_without_labels_and_with_progress(model):
     assert [r.top1 for r in records] == [None, None]
     assert seen == [(4, 4, 4), (8, 4, 4), (4, 4, 4)]
     assert records[0].to_dict()["method"] == "Tent"
-
-
-def test_predictions_that_are_not_finite_are_wrong():
-    from mgtta.metrics import correct
-
-    logits = torch.tensor([[3.0, 1.0, 0.0], [float("nan")] * 3, [0.0, 1.0, 2.0]])
-    assert correct(logits, torch.tensor([0, 0, 1])) == 1
-    assert correct(logits, torch.tensor([0, 0, 1]), k=2) == 2
-    assert correct(logits, torch.tensor([2, 2, 0]), k=99) == 2

@@ -17,6 +17,11 @@ def cross_entropy(target: Tensor, logits: Tensor) -> Tensor:
     return -(target.softmax(-1) * logits.log_softmax(-1)).sum(-1)
 
 
+def symmetric_cross_entropy(a: Tensor, b: Tensor) -> Tensor:
+    """The mean of the two cross-entropies of a pair of predictions: (N, C), (N, C) -> (N,)."""
+    return (cross_entropy(a, b) + cross_entropy(b, a)) / 2
+
+
 def discrepancy(features: Sequence[Tensor], mean: Sequence[Tensor], std: Sequence[Tensor]) -> Tensor:
     """The second line of Eq. 7: squared distance of batch statistics from the source's, summed over layers.
 

@@ -171,6 +171,7 @@ def cotta(
     augmentations: int = 32,
     restore: float = 0.01,
     ema: float = 0.999,
+    symmetric: bool = True,
     seed: int = 0,
     momentum: float = 0.9,
     optimizer: str = "sgd",
@@ -179,9 +180,10 @@ def cotta(
     """A teacher averaged over time and augmentations, weights restored at random (Wang et al., CVPR 2022).
 
     confidence: p_th, under which the anchor's mean confidence calls for augmentations.
+    symmetric: the loss of the authors' ImageNet system; False is the paper's, for which see methods/cotta.py.
     """
     make = optimizer_factory(optimizer, lr, momentum=momentum, generator=generator)
-    return CoTTA(model, make, confidence, augmentations, restore, ema, seed)
+    return CoTTA(model, make, confidence, augmentations, restore, ema, symmetric, seed)
 
 
 @recipe

@@ -4,8 +4,10 @@ Notation    f_theta  student; f_theta'  teacher, the student's moving average (a
             source; p_th = confidence; p = restore, the share of weights that go back to the source at each batch
 
 What the paper leaves open is as in its released system: the augmented views are averaged as logits, the anchor's
-confidence is the batch's mean, and one draw of an augmentation serves the batch. The released system moves only
-tensors called weight or bias; here, as in the paper, all parameters move.
+confidence is the batch's mean, and one draw of an augmentation serves the batch. Its loss for ImageNet is the
+symmetric form of Eq. 5, and so is ours by default: with Eq. 5 itself and an anchor that is sure, student and teacher
+are the same at the start and the gradient is nothing, for ever. The released system moves only tensors called weight
+or bias; here, as in the paper, all parameters move.
 """
 
 import copy
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mgtta.augment import random_view
-from mgtta.losses import cross_entropy
+from mgtta.losses import cross_entropy, symmetric_cross_entropy
 from mgtta.methods.base import GradientMethod, OptimizerFactory
 from mgtta.models import Classifier
 
@@ -31,6 +33,7 @@ class CoTTA(GradientMethod):
         augmentations: int,
         restore: float,
         ema: float,
+        symmetric: bool,
         seed: int,
     ):
         if augmentations < 1:
@@ -42,6 +45,7 @@ class CoTTA(GradientMethod):
         self.augmentations = augmentations
         self.restore = restore
         self.ema = ema
+        self.measure = symmetric_cross_entropy if symmetric else cross_entropy
         self.seed(seed)
 
     @torch.no_grad()
@@ -55,7 +59,7 @@ class CoTTA(GradientMethod):
 
     def loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
         target = self.predict(x)
-        return target, cross_entropy(target, self.model(x)).mean()  # Eq. 5
+        return target, self.measure(target, self.model(x)).mean()  # Eq. 5
 
     @torch.no_grad()
     def learned(self, logits: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from mgtta.augment import random_view
-from mgtta.losses import cross_entropy, entropy
+from mgtta.losses import entropy, symmetric_cross_entropy
 from mgtta.methods.base import GradientMethod, OptimizerFactory, frozen
 from mgtta.models import Classifier
 from mgtta.params import norm_parameters
@@ -49,8 +49,8 @@ class ROID(GradientMethod):
         weight = self.weights(logits)
         kept = weight > 0
         view = self.model(random_view(self.model.pixels(x)[kept], self.random, noise=False))
-        symmetric = cross_entropy(logits[kept], view) / 2 + cross_entropy(view, logits[kept]) / 2
-        loss = (weight[kept] * (soft_likelihood_ratio(logits[kept]) + symmetric)).sum() / len(logits)
+        loss = soft_likelihood_ratio(logits[kept]) + symmetric_cross_entropy(logits[kept], view)
+        loss = (weight[kept] * loss).sum() / len(logits)
         return logits, loss
 
     def weights(self, logits: Tensor) -> Tensor:
