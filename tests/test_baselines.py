@@ -697,9 +697,10 @@ def test_memory_does_not_grow_over_500_batches(name):
     settings = {"cotta": {"confidence": 0.0}, "sar": {"margin": 1.1, "recovery": 0.0}, "eata": {"margin": 1.1}}
     settings["deyo"] = {"entropy_threshold": 1.1, "plpd_threshold": -1.0}
     method = mgtta.create(name, net, **settings.get(name, {}))
+    xs = [images(2, seed=t)[:, :, :8, :8] for t in range(7)]
     counts = []
     for t in range(500):
-        method(images(2, seed=t % 7)[:, :, :8, :8])
+        method(xs[t % 7])
         if t in (20, 499):
             gc.collect()
             alive = [o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter)]

@@ -284,5 +284,6 @@ def test_on_the_gpu(method):
     expected = method(images(4))
     method.reset()
     method.to("cuda")
-    torch.testing.assert_close(method(images(4)).cpu(), expected, atol=1e-3, rtol=1e-3)
+    tolerance = 3e-2 if isinstance(method, CoTTA) else 1e-3  # its views have noise, drawn on the device
+    torch.testing.assert_close(method(images(4)).cpu(), expected, atol=tolerance, rtol=tolerance)
     assert method(images(4, seed=1)).is_cuda

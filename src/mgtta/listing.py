@@ -26,15 +26,17 @@ PACKAGES = {
 def tables() -> list[Table]:
     from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
     from mgtta.data.datasets import KINDS
-    from mgtta.recipes import RECIPES
+    from mgtta.recipes import RECIPES, recipe_settings
 
-    methods = Table("method", "what it is", "settings", title="methods: mgtta.create(name, model, ...)")
+    methods = Table("method", "what it is", "needs", "settings", title="methods: mgtta.create(name, model, ...)")
     for name, recipe in RECIPES.items():
         settings = [
-            p.name if p.default is p.empty else f"{p.name}={p.default}"
-            for p in list(inspect.signature(recipe).parameters.values())[1:]
+            key if default is inspect.Parameter.empty else f"{key}={default}"
+            for key, default in recipe_settings(name).items()
         ]
-        methods.add_row(name, (inspect.getdoc(recipe) or "").splitlines()[0], ", ".join(settings))
+        needs = inspect.signature(recipe).return_annotation.needs
+        what = (inspect.getdoc(recipe) or "").splitlines()[0]
+        methods.add_row(name, what, ", ".join(needs) or "nothing", ", ".join(settings))
 
     generators = Table(
         "generator", "hidden size", "memory", "trained on", title="generators: mgtta.load_generator(name)"

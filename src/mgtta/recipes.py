@@ -34,19 +34,19 @@ Generator = MetaGradientGenerator | str | os.PathLike
 RECIPES: dict[str, Callable[..., Method]] = {}
 
 
-def recipe(function: Callable[..., Method]) -> Callable[..., Method]:
+def recipe(function: Callable[..., Any]) -> Callable[..., Any]:
     RECIPES[function.__name__] = function
     return function
 
 
 @recipe
-def noadapt(model: Classifier) -> Method:
+def noadapt(model: Classifier) -> NoAdapt:
     """The source model as it is."""
     return NoAdapt(model)
 
 
 @recipe
-def bn(model: Classifier, *, prior: float = 0.0) -> Method:
+def bn(model: Classifier, *, prior: float = 0.0) -> BatchNormStatistics:
     """Batch statistics in BatchNorm layers (Nado et al., 2020; Schneider et al., NeurIPS 2020).
 
     prior: how many images the source's statistics count for, 0 being Nado's, who drop them.
@@ -55,13 +55,13 @@ def bn(model: Classifier, *, prior: float = 0.0) -> Method:
 
 
 @recipe
-def lame(model: Classifier, *, neighbours: int = 5, steps: int = 100) -> Method:
+def lame(model: Classifier, *, neighbours: int = 5, steps: int = 100) -> LAME:
     """Predictions smoothed over a batch's nearest neighbours (Boudiaf et al., CVPR 2022)."""
     return LAME(model, neighbours, steps)
 
 
 @recipe
-def t3a(model: Classifier, *, supports: int = 20) -> Method:
+def t3a(model: Classifier, *, supports: int = 20) -> T3A:
     """Classes as centroids of their most certain test features (Iwasawa & Matsuo, NeurIPS 2021)."""
     return T3A(model, supports)
 
@@ -76,7 +76,7 @@ def foa(
     trade_off: float = 0.4,
     momentum: float = 0.9,
     seed: int = 0,
-) -> Method:
+) -> FOA:
     """Prompts evolved by CMA-ES and activations shifted to the source, for ViTs (Niu et al., ICML 2024).
 
     The paper takes trade_off 0.2 on ImageNet-R.
@@ -92,7 +92,7 @@ def tent(
     momentum: float = 0.9,
     optimizer: str = "sgd",
     generator: Generator = "imagenet",
-) -> Method:
+) -> Tent:
     """Entropy minimisation (Wang et al., ICLR 2021)."""
     return Tent(model, optimizer_factory(optimizer, lr, momentum=momentum, generator=generator))
 
@@ -109,7 +109,7 @@ def eata(
     momentum: float = 0.9,
     optimizer: str = "sgd",
     generator: Generator = "imagenet",
-) -> Method:
+) -> EATA:
     """Entropy of reliable, non-redundant images, without forgetting (Niu et al., ICML 2022).
 
     fisher: what mgtta.fisher_information gave, or its file; None is the paper's ETA, without the last part.
@@ -131,7 +131,7 @@ def sar(
     momentum: float = 0.9,
     optimizer: str = "sgd",
     generator: Generator = "imagenet",
-) -> Method:
+) -> SAR:
     """Sharpness-aware entropy minimisation on reliable images, with recovery (Niu et al., ICLR 2023).
 
     margin: E_0, in units of ln C.
@@ -153,7 +153,7 @@ def deyo(
     momentum: float = 0.9,
     optimizer: str = "sgd",
     generator: Generator = "imagenet",
-) -> Method:
+) -> DeYO:
     """Entropy of images whose prediction hangs on the object's shape (Lee et al., ICLR 2024).
 
     margin, entropy_threshold: Ent_0 of the weights and tau_Ent of the selection, in units of ln C.
@@ -176,7 +176,7 @@ def cotta(
     momentum: float = 0.9,
     optimizer: str = "sgd",
     generator: Generator = "imagenet",
-) -> Method:
+) -> CoTTA:
     """A teacher averaged over time and augmentations, weights restored at random (Wang et al., CVPR 2022).
 
     confidence: p_th, under which the anchor's mean confidence calls for augmentations.
@@ -201,7 +201,7 @@ def spa(
     momentum: float = 0.9,
     optimizer: str = "sgd",
     generator: Generator = "imagenet",
-) -> Method:
+) -> SPA:
     """Consistency of an image with its deteriorated twins (Niu et al., ICML 2025).
 
     entropy_weight: 0.1 joins it with TENT. For ResNet-50 with GroupNorm the authors take lr 2.5e-3, predictor_lr
@@ -233,20 +233,20 @@ def roid(
     momentum: float = 0.9,
     optimizer: str = "sgd",
     generator: Generator = "imagenet",
-) -> Method:
+) -> ROID:
     """Weighted likelihood ratios, weights ensembled with the source, priors corrected (Marsden et al., WACV 2024)."""
     make = optimizer_factory(optimizer, lr, momentum=momentum, generator=generator)
     return ROID(model, make, temperature, source_ema, probs_ema, seed)
 
 
 @recipe
-def eq7_sgd(model: Classifier, *, source: Source, lr: float = 0.05, trade_off: float = 0.4) -> Method:
+def eq7_sgd(model: Classifier, *, source: Source, lr: float = 0.05, trade_off: float = 0.4) -> MGTTA:
     """MGTTA's objective with plain SGD: the paper's "w/o MGG"."""
     return MGTTA(model, _source(source), optimizer_factory("sgd", lr, momentum=0.0), trade_off)
 
 
 @recipe
-def eq7_adam(model: Classifier, *, source: Source, lr: float = 5e-3, trade_off: float = 0.4) -> Method:
+def eq7_adam(model: Classifier, *, source: Source, lr: float = 5e-3, trade_off: float = 0.4) -> MGTTA:
     """MGTTA's objective with Adam, which the paper does not compare with."""
     return MGTTA(model, _source(source), optimizer_factory("adam", lr), trade_off)
 
@@ -259,7 +259,7 @@ def mgtta(
     generator: Generator = "imagenet",
     lr: float = 1e-3,
     trade_off: float = 0.4,
-) -> Method:
+) -> MGTTA:
     """Entropy and feature discrepancy, lowered by a learned optimizer (Deng et al., AAAI 2025).
 
     The paper takes lr 1e-4 at batch sizes 2 and 4, and trade_off 0.2 on ImageNet-R.
@@ -275,7 +275,7 @@ def mgtta_lstm(
     generator: Generator = "imagenet-lstm",
     lr: float = 1e-3,
     trade_off: float = 0.4,
-) -> Method:
+) -> MGTTA:
     """MGTTA with an LSTM cell in place of the gradient memory (Table 4)."""
     return mgtta(model, source=source, generator=generator, lr=lr, trade_off=trade_off)
 

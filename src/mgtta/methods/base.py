@@ -30,6 +30,7 @@ class Method(nn.Module):
 
     optimizer: Optimizer | None = None
     random: torch.Generator | None = None
+    needs: tuple[str, ...] = ()  # beside the model and the images, as `mgtta list` shows it
 
     def __init__(self, model: Classifier):
         super().__init__()
@@ -153,6 +154,7 @@ class GradientMethod(Method):
     """A method that lowers an unsupervised loss with an optimizer; a subclass writes `loss`."""
 
     optimizer: Optimizer
+    needs: tuple[str, ...] = ("gradients",)
 
     def __init__(
         self,

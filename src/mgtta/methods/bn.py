@@ -19,6 +19,8 @@ class BatchNormStatistics(Method):
     """It keeps nothing between batches: `updates` counts the batches seen by their own statistics, and when a
     budget is spent the source's are back."""
 
+    needs = ("BatchNorm layers",)
+
     def __init__(self, model: Classifier, prior: float = 0.0):
         super().__init__(model)
         if not prior >= 0:

@@ -23,6 +23,7 @@ MOMENTUM = 0.9  # of m
 class EATA(GradientMethod):
     """Without `fisher` it is the paper's ETA."""
 
+    needs = ("gradients", "Fisher information of source images")
     probs: Tensor
 
     def __init__(

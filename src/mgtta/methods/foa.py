@@ -25,6 +25,7 @@ IMAGES = 64  # images of a forward pass, over which small batches are filled up 
 
 
 class FOA(Method):
+    needs = ("source statistics", "tokens")
     prompt: Tensor
     mean: Tensor
 

@@ -17,6 +17,8 @@ class LAME(Method):
     """It keeps nothing between batches: `updates` counts the batches it adjusted, and when a budget is spent it
     gives the model's own log-probabilities."""
 
+    needs = ("linear head",)
+
     def __init__(self, model: Classifier, neighbours: int = 5, steps: int = 100):
         super().__init__(model)
         if neighbours < 0 or steps < 1:

@@ -13,6 +13,8 @@ from mgtta.source import SourceStatistics
 
 
 class MGTTA(GradientMethod):
+    needs = ("gradients", "source statistics")
+
     def __init__(self, model: Classifier, source: SourceStatistics, optimizer: OptimizerFactory, trade_off: float):
         super().__init__(model, norm_parameters, optimizer)
         source.check(model.name, self.fingerprint)

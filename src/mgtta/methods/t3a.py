@@ -22,6 +22,7 @@ from mgtta.models import Classifier
 
 
 class T3A(Method):
+    needs = ("linear head",)
     supports: Tensor
     labels: Tensor
     entropies: Tensor
