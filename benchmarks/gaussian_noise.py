@@ -16,6 +16,7 @@ import torch
 import mgtta
 from mgtta.data.streams import corrupted, stream
 from mgtta.files import atomic
+from mgtta.methods.base import Method
 
 SEEDS = (0, 1, 2)
 START, END = "<!-- gaussian_noise:start -->", "<!-- gaussian_noise:end -->"
@@ -29,7 +30,7 @@ TRIES = {
 }
 
 
-def accuracy(method: mgtta.create, batches: list) -> float:
+def accuracy(method: Method, batches: list) -> float:
     return statistics.mean(record.top1 for record in mgtta.evaluate(method, batches))
 
 
@@ -63,7 +64,7 @@ def main() -> None:
     noisy = corrupted(imagenet.shard(args.data, 1, 2), ["gaussian_noise"])
     tests = {seed: list(stream(noisy, batch_size=64, seed=seed, device=args.device)) for seed in SEEDS}
 
-    def make(name: str, **settings) -> mgtta.create:
+    def make(name: str, **settings) -> Method:
         return mgtta.create(name, model, **settings, **({} if name in ("noadapt", "tent") else {"source": source}))
 
     rows = []

@@ -12,6 +12,7 @@ import mgtta
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS
 from mgtta.data.datasets import open_dataset
 from mgtta.data.streams import corrupted, stream
+from mgtta.meta import shifted_images
 
 TRAINING = slice(0, 128)  # of shard 0: the generator's images
 CHOOSING = slice(128, 1000)  # of shard 0: choosing generators and hyper-parameters
@@ -64,6 +65,4 @@ def validation_batches(shard0: Held, device: str, seed: int = 0) -> list:
 
 def training_images(shard0: Held, device: str) -> torch.Tensor:
     """128 unlabelled images, 32 under each validation corruption."""
-    domains = corrupted(shard0.part(TRAINING), VALIDATION_CORRUPTIONS)
-    parts = [next(iter(stream(d, batch_size=128, shuffle=False, device=device))).x for d in domains]
-    return torch.cat([part[i :: len(parts)] for i, part in enumerate(parts)])
+    return shifted_images(shard0.part(TRAINING), 128, shuffle=False, device=device)

@@ -1,6 +1,6 @@
 """Trains the generators that ship as "imagenet" and "imagenet-lstm": Algorithm 1 with the paper's settings.
 
-python benchmarks/train_imagenet.py --data SHARDS --checkpoint DEIT_TINY --out src/mgtta/weights
+python benchmarks/train_imagenet.py --data SHARDS --checkpoint DEIT_TINY --out src/mgtta/weights/generators
 """
 
 import time
@@ -30,7 +30,7 @@ def main() -> None:
             generator,
             args.out / f"{name}.safetensors",
             protocol=protocol,
-            command="python benchmarks/train_imagenet.py --data SHARDS --checkpoint DEIT_TINY --out src/mgtta/weights",
+            command=" ".join(__doc__.split("\n\n")[1].split()),
         )
         scores = generator.about["scores"]
         print(

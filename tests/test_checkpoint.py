@@ -8,7 +8,8 @@ from torch import nn
 from transcription import SlowMGG
 
 import mgtta
-from mgtta.files import atomic, read_tensors, read_tree, shipped, write_tree
+from mgtta.files import atomic, read_tensors, read_tree, write_tree
+from mgtta.shipped import shipped
 
 
 @pytest.mark.parametrize("memory", ["gml", "lstm"])
@@ -98,6 +99,15 @@ def test_bad_released_files(tmp_path):
     torch.save(wrong, path)
     with pytest.raises(ValueError, match=r"b1 is \(1, 1, 3\)"):
         mgtta.import_released(path)
+    for value in (3, torch.zeros(())):
+        odd = released()
+        odd["model_state_dict"]["seq_modeling_block.q_proj.weight"] = value
+        torch.save(odd, path)
+        with pytest.raises(ValueError, match=r"tensors|q_proj"):
+            mgtta.import_released(path)
+    torch.save(released(), path)
+    with pytest.raises(ValueError, match="import_released"):
+        mgtta.load_generator(path)
     torch.save({**released(), "hook": print}, path)
     with pytest.raises(ValueError, match="never unpickled"):
         mgtta.import_released(path)
@@ -112,7 +122,7 @@ def test_bad_generator_files(tmp_path, source):
         with pytest.raises(ValueError, match="not a whole safetensors file"):
             mgtta.load_generator(tmp_path / name)
     mgtta.save_source(source, tmp_path / "s.safetensors")
-    with pytest.raises(ValueError, match="no generator"):
+    with pytest.raises(ValueError, match="no file of mgtta generator"):
         mgtta.load_generator(tmp_path / "s.safetensors")
     tensors, metadata = read_tensors(good)
     for change, message in (

@@ -53,4 +53,4 @@ def test_without_labels_and_with_progress(model):
     )
     assert [r.top1 for r in records] == [None, None]
     assert seen == [(4, 4, 4), (8, 4, 4), (4, 4, 4)]
-    assert records[0].to_dict()["method"] == "Tent"
+    assert records[0].to_dict()["method"] == "tent"

@@ -129,6 +129,12 @@ def test_wrong_shapes_name_the_remedy(generator):
         generator(torch.randn(4, 2), mgtta.MetaGradientGenerator(4).init_memory(4))
     with pytest.raises(ValueError, match="init_memory"):
         generator(torch.randn(4, 2), generator.init_memory(3))
+    with pytest.raises(ValueError, match=r"inputs must be \(n, 2\), not \(\)"):
+        generator(torch.tensor(1.0), generator.init_memory(1))
+    with pytest.raises(TypeError, match="float64"):
+        generator(torch.randn(4, 2).double(), generator.init_memory(4))
+    with pytest.raises(ValueError, match="-1"):
+        generator.init_memory(-1)
 
 
 def test_hub_round_trip(tmp_path, generator):
@@ -137,6 +143,9 @@ def test_hub_round_trip(tmp_path, generator):
     assert back.hidden_size == generator.hidden_size
     for a, b in zip(back.parameters(), generator.parameters(), strict=True):
         assert torch.equal(a, b)
+    generator.about = {"training": {"steps": 7}}
+    generator.save_pretrained(tmp_path / "about")
+    assert mgtta.MetaGradientGenerator.from_pretrained(tmp_path / "about").about == {"training": {"steps": 7}}
     lstm = random_generator(4, "lstm")
     lstm.save_pretrained(tmp_path / "lstm")
     assert mgtta.MetaGradientGenerator.from_pretrained(tmp_path / "lstm").memory_kind == "lstm"

@@ -1,6 +1,7 @@
 """The contract, over the whole registry of recipes and each kind of model."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -244,23 +245,107 @@ def test_hyphens_serve_in_names_and_raw_modules_are_wrapped():
     assert mgtta.create("eq7-sgd", net, source=source)(images(2)).shape == (2, CLASSES)
 
 
-def test_states_that_do_not_fit_change_nothing(model, source):
-    method = mgtta.create("eq7_adam", model, source=source)
+def same(a, b):
+    """Whether two states hold the same, tensors bit for bit."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_states_that_do_not_fit_change_nothing(model, source, generator):
+    mgg = {"source": source, "generator": generator}
+    method = mgtta.create("mgtta", model, **mgg)
     method(images(4))
     before = method.state_dict()
-    tent = mgtta.create("tent", model)
+
+    def refused(state, message):
+        with pytest.raises(ValueError, match=message):
+            method.load_state_dict(state)
+        assert same(method.state_dict(), before)
+
+    for other in (
+        mgtta.create("tent", model),
+        mgtta.create("eq7_sgd", model, source=source),
+        mgtta.create("eq7_adam", model, source=source),
+        mgtta.create("mgtta_lstm", model, source=source, generator=random_generator(memory="lstm")),
+        mgtta.create("mgtta", model, source=source, generator=random_generator(seed=1)),
+    ):
+        refused(other.state_dict(), "another kind")
+        other(images(4))
+        refused(other.state_dict(), "another kind")
     elsewhere = mgtta.create("tent", vit(seed=1))
-    with pytest.raises(ValueError, match="another method"):
-        method.load_state_dict(tent.state_dict())
     with pytest.raises(ValueError, match="another model "):
-        tent.load_state_dict(elsewhere.state_dict())
-    broken = method.state_dict()
-    broken["params"].popitem()
-    with pytest.raises(ValueError, match="other names or shapes"):
-        method.load_state_dict(broken)
-    after = method.state_dict()
-    assert all(torch.equal(t, before["params"][k]) for k, t in after["params"].items())
-    assert after["optimizer"]["state"].keys() == before["optimizer"]["state"].keys()
+        mgtta.create("tent", model).load_state_dict(elsewhere.state_dict())
+
+    def broken(change):
+        state = method.state_dict()
+        change(state)
+        return state
+
+    first = next(iter(before["params"]))
+    refused({"kind": method.kind}, "not a state")
+    refused(broken(lambda s: s.pop("counters")), "not a state")
+    refused(broken(lambda s: s["counters"].clear()), "updates")
+    refused(broken(lambda s: s["params"].pop(first)), "other names or shapes")
+    refused(broken(lambda s: s["params"].update({first: torch.zeros(3)})), "other names or shapes")
+    refused(broken(lambda s: s["params"][first].fill_(float("nan"))), "not finite")
+    refused(broken(lambda s: s["optimizer"]["state"][0].update(memory=torch.zeros(3, 72))), "not written by MGG")
+    refused(broken(lambda s: s["optimizer"]["param_groups"][0].pop("betas")), "other settings")
+
+
+def test_moments_of_another_size_are_refused(model, source):
+    method = mgtta.create("eq7_adam", model, source=source)
+    method(images(4))
+    state = method.state_dict()
+    state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(ValueError, match="other shapes"):
+        method.load_state_dict(state)
+
+
+def test_half_precision_is_refused_where_updates_would_be_lost(source):
+    for dtype in (torch.float16, torch.bfloat16):
+        small = mgtta.load_model(vit().to(dtype))
+        assert mgtta.create("noadapt", small)(images(2)).dtype == dtype
+        with pytest.raises(TypeError, match=r"model.float\(\)"):
+            mgtta.create("tent", small)
+
+
+@pytest.mark.parametrize("name", ["tent", "eq7_adam", "mgtta"])
+def test_moving_in_midstream(name):
+    method, twin = (make(name, mgtta.load_model(vit())) for _ in range(2))
+    for x in stream(3):
+        method(x)
+        twin(x)
+    method.double()
+    assert method(images(4, seed=9)).dtype == torch.float64
+    method.float()
+    twin(images(4, seed=9))
+    torch.testing.assert_close(method(images(4, seed=10)), twin(images(4, seed=10)), atol=1e-4, rtol=1e-4)
+    method.reset()
+    twin.reset()
+    assert torch.equal(method(images(4)), twin(images(4)))
+
+
+def test_all_of_it_under_inference_mode(model, source, generator):
+    with torch.inference_mode():
+        method = mgtta.create("mgtta", model, source=source, generator=generator)
+        method(images(4))
+        state = method.state_dict()
+        method(images(4, seed=1))
+        method.load_state_dict(state)
+        method(images(4, seed=2))
+    assert method(images(4, seed=3)).isfinite().all()
+    assert method.updates == 3
+
+
+def test_methods_can_be_pickled_copied_and_nested(model, source, generator):
+    method = mgtta.create("mgtta", model, source=source, generator=generator)
+    method(images(4))
+    for twin in (pickle.loads(pickle.dumps(method)), copy.deepcopy(method)):
+        assert torch.equal(twin(images(4, seed=1)), copy.deepcopy(method)(images(4, seed=1)))
+    assert any(name.endswith("net.head.weight") for name in torch.nn.Sequential(method).state_dict())
 
 
 def test_bad_images_change_nothing(method):

@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import pytest
 import torch
@@ -200,6 +201,7 @@ def test_the_generator_is_copied_and_frozen(generator):
     [
         ({"lr": -1.0}, "lr"),
         ({"lr": float("nan")}, "lr"),
+        ({"lr": float("inf")}, "lr"),
         ({"betas": (1.0, 0.9)}, "betas"),
         ({"eps": -1e-8}, "eps"),
     ],
@@ -238,3 +240,45 @@ def test_sparse_gradients_are_refused(generator):
     p.grad = torch.ones(3).to_sparse()
     with pytest.raises(TypeError, match="dense"):
         mgtta.MGG([p], generator).step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64])
+def test_parameters_that_would_round_updates_away_are_refused(generator, dtype):
+    with pytest.raises(TypeError, match="float32 or float64"):
+        mgtta.MGG([nn.Parameter(torch.ones(3, dtype=dtype))], generator)
+
+
+def test_both_precisions_in_one_optimizer(generator):
+    params = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
+    optimizer = mgtta.MGG(params, generator)
+    for _ in range(5):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    torch.testing.assert_close(params[0].double(), params[1], atol=1e-5, rtol=0)
+    for a, b in zip(optimizer.generator.parameters(), generator.parameters(), strict=True):
+        assert torch.equal(a.to(b), b)
+
+
+def test_a_state_for_parameters_of_another_size_is_refused(generator):
+    five, six = parameters(5, dtype=torch.float32), parameters(6, dtype=torch.float32)
+    saved = mgtta.MGG(six, generator)
+    set_grads(six, 0)
+    saved.step()
+    with pytest.raises(ValueError, match="these parameters"):
+        mgtta.MGG(five, generator).load_state_dict(saved.state_dict())
+    sgd = torch.optim.SGD(five, lr=0.1)
+    with pytest.raises(ValueError, match="other settings"):
+        mgtta.MGG(five, generator).load_state_dict(sgd.state_dict())
+
+
+def test_pickled_and_copied(generator):
+    params = parameters(4, dtype=torch.float32)
+    optimizer = mgtta.MGG(params, generator)
+    set_grads(params, 0)
+    optimizer.step()
+    for twin in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
+        [p] = twin.param_groups[0]["params"]
+        p.grad = torch.ones(4)
+        twin.step()
+        assert int(twin.state[p]["step"]) == 2

@@ -81,7 +81,7 @@ def test_class_subset():
     assert torch.equal(model(x), whole(x)[:, keep])
 
 
-@pytest.mark.parametrize("classes", [[0, CLASSES], [1], [0, 0, 1], [-1, 2]])
+@pytest.mark.parametrize("classes", [[0, CLASSES], [1], [0, 0, 1], [-1, 2], [0.5, 1.7], "12"])
 def test_a_class_subset_that_cannot_be(classes):
     with pytest.raises(ValueError, match="classes"):
         mgtta.load_model(vit(), classes=classes)
@@ -191,7 +191,7 @@ def test_weights_that_cannot_be_downloaded_name_the_remedy(monkeypatch):
     ("x", "error", "message"),
     [
         (torch.rand(3, 32, 32), ValueError, "unsqueeze"),
-        (torch.rand(2, 1, 32, 32), ValueError, r"\(N, 3, H, W\), not \(2, 1, 32, 32\)"),
+        (torch.rand(2, 1, 32, 32), ValueError, r"refuses images of shape \(2, 1, 32, 32\)"),
         (torch.rand(0, 3, 32, 32), ValueError, "empty"),
         (torch.zeros(2, 3, 32, 32, dtype=torch.int64), TypeError, "int64"),
         (torch.rand(2, 3, 48, 48), ValueError, "refuses images"),
@@ -203,6 +203,111 @@ def test_bad_images(model, x, error, message):
         model(x)
 
 
+def test_shapes_are_checked_before_the_network_where_the_normalisation_tells_them():
+    model = mgtta.load_model("vit_tiny_patch16_224", pretrained=False, **SMALL)
+    with pytest.raises(ValueError, match=r"\(N, 3, H, W\), not \(2, 1, 32, 32\)"):
+        model(torch.rand(2, 1, 32, 32))
+    with pytest.raises(TypeError, match="NoneType"):
+        model.features(None)
+
+
+def test_other_numbers_of_channels():
+    with pytest.raises(ValueError, match=r"takes 1 channels.*mean="):
+        mgtta.load_model("vit_tiny_patch16_224", pretrained=False, in_chans=1, **SMALL)
+    grey = mgtta.load_model("vit_tiny_patch16_224", pretrained=False, in_chans=1, mean=[0.5], std=[0.5], **SMALL)
+    assert grey(torch.rand(2, 1, 32, 32)).shape == (2, CLASSES)
+
+
+class Odd(nn.Module):
+    """Its first convolution is not its first layer, and it takes images without a channel axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.late = nn.Conv2d(8, 8, 1)
+        self.stem = nn.Conv2d(1, 8, 3)
+        self.norm = nn.InstanceNorm2d(8, affine=True)
+        self.unused = nn.LayerNorm(5)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.norm(self.late(self.norm(self.stem(x.unsqueeze(1)))))
+        return self.head(x.mean((2, 3)))
+
+
+def test_odd_modules_of_ones_own():
+    model = mgtta.load_model(Odd())
+    x = torch.rand(4, 9, 9)
+    source = mgtta.source_statistics(model, x)
+    assert len(source.mean) == 1  # the shared norm counts once, the unused one not at all
+    method = mgtta.create("eq7_sgd", model, source=source)
+    method(x)
+    assert method.updates == 1
+
+
+class Encoder(nn.Module):
+    def __init__(self, batch_first):
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=batch_first)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 3)
+        self.batch_first = batch_first
+
+    def forward(self, x):
+        tokens = x.flatten(2).transpose(1, 2)  # (N, L, 8)
+        out = self.encoder(tokens if self.batch_first else tokens.transpose(0, 1))
+        return self.head(out.mean(1 if self.batch_first else 0))
+
+
+def test_features_of_a_sequence_first_transformer_are_its_twins():
+    x = torch.rand(4, 8, 3, 3)
+    first, second = (mgtta.load_model(Encoder(b)).features(x)[1] for b in (True, False))
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_vit_inside_a_module_of_ones_own_keeps_the_papers_layers(model):
+    wrapped = mgtta.load_model(nn.Sequential(vit()))
+    x = images(4)
+    for a, b in zip(wrapped.features(x)[1], model.features(x)[1], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_shipped_model_takes_no_arguments_that_do_not_apply(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        mgtta.load_model("glyphs_vit", checkpoint=tmp_path / "nowhere.safetensors")
+    with pytest.raises(ValueError, match="num_classes"):
+        mgtta.load_model("glyphs_vit", num_classes=3)
+    assert mgtta.load_model("glyphs_vit", mean=[0.0] * 3, std=[1.0] * 3).mean.flatten().tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_every_truncation_of_a_torch_file_is_named(tmp_path, legacy):
+    path = tmp_path / "w.pth"
+    torch.save(convnet("group").state_dict(), path, _use_new_zipfile_serialization=not legacy)
+    data = path.read_bytes()
+    for cut in range(0, len(data), len(data) // 40):
+        path.write_bytes(data[:cut])
+        with pytest.raises(ValueError, match=r"w\.pth"):
+            mgtta.load_model(convnet("group"), checkpoint=path)
+
+
+def test_a_module_that_is_called_module_loads_its_own_weights(tmp_path):
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = vit(seed=3)
+
+        def forward(self, x):
+            return self.module(x)
+
+    torch.save(Wrapper().state_dict(), tmp_path / "w.pth")
+    x = images(2)
+    assert torch.equal(mgtta.load_model(Wrapper(), checkpoint=tmp_path / "w.pth")(x), Wrapper()(x))
+    torch.save({f"_orig_mod.{k}": v for k, v in vit(seed=3).state_dict().items()}, tmp_path / "c.pth")
+    assert torch.equal(mgtta.load_model(vit(), checkpoint=tmp_path / "c.pth")(x), vit(seed=3)(x))
+
+
 def test_models_that_do_not_serve():
     with pytest.raises(ValueError, match="no normalisation layer"):
         mgtta.load_model(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)))
@@ -211,6 +316,8 @@ def test_models_that_do_not_serve():
     segmenter = mgtta.load_model(nn.Sequential(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4)))
     with pytest.raises(ValueError, match="one tensor of logits"):
         segmenter(images(2))
+    with pytest.raises(ValueError, match="no classes"):
+        mgtta.load_model("vit_tiny_patch16_224", pretrained=False, **{**SMALL, "num_classes": 0})
 
 
 def test_norm_parameters_of_deit_tiny_are_9600():
@@ -224,4 +331,8 @@ def test_fingerprint():
     assert model.fingerprint() == mgtta.load_model(vit()).fingerprint()
     assert model.fingerprint() == mgtta.load_model(vit().double()).fingerprint()
     assert model.fingerprint() != mgtta.load_model(vit(seed=1)).fingerprint()
+    nudged = vit()
+    with torch.no_grad():
+        nudged.norm.weight[0] += 1e-4
+    assert model.fingerprint() != mgtta.load_model(nudged).fingerprint()
     assert model.fingerprint() != mgtta.load_model(vit(), mean=[0.5] * 3, std=[0.5] * 3).fingerprint()

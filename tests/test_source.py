@@ -25,6 +25,11 @@ def test_batches_of_any_kind_count_the_same(model):
             torch.testing.assert_close(a, b)
 
 
+def test_a_plain_module_serves(model):
+    plain = mgtta.source_statistics(vit(), images(8))
+    assert plain.fingerprint == model.fingerprint()
+
+
 def test_round_trip(tmp_path, model, source):
     mgtta.save_source(source, tmp_path / "s.safetensors")
     back = mgtta.load_source(tmp_path / "s.safetensors")
@@ -42,8 +47,9 @@ def test_statistics_of_another_model_are_refused(source, other):
 def test_bad_images(model):
     with pytest.raises(ValueError, match="at least 2"):
         mgtta.source_statistics(model, images(1))
-    with pytest.raises(ValueError, match="0 clean images"):
-        mgtta.source_statistics(model, [])
+    for nothing in ([], torch.rand(0, 3, 32, 32)):
+        with pytest.raises(ValueError, match="0 clean images"):
+            mgtta.source_statistics(model, nothing)
     with pytest.raises(ValueError, match=r"floats in \[0, 1\]"):
         mgtta.source_statistics(model, images(4) * 255)
     with pytest.raises(ValueError, match="finite"):
@@ -52,7 +58,7 @@ def test_bad_images(model):
 
 def test_bad_files(tmp_path, source, generator):
     mgtta.save_generator(generator, tmp_path / "g.safetensors")
-    with pytest.raises(ValueError, match="no source statistics"):
+    with pytest.raises(ValueError, match="no file of mgtta source statistics"):
         mgtta.load_source(tmp_path / "g.safetensors")
     good = tmp_path / "s.safetensors"
     mgtta.save_source(source, good)

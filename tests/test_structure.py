@@ -9,9 +9,9 @@ import mgtta
 
 ROOT = Path(mgtta.__file__).parent
 ORDER = [
-    "__init__", "errors", "files", "_timm",
+    "__init__", "errors", "shipped", "files", "_timm",
     "data.images", "data.shards", "data.corruptions", "data.datasets", "data.glyphs", "data.streams", "data.export",
-    "augment", "params", "models", "losses", "source", "fisher", "generator", "checkpoint",
+    "augment", "params", "taps", "models", "losses", "source", "fisher", "generator", "checkpoint",
     "optim.mgg", "optim", "methods.base", "methods",
     "recipes", "metrics", "evaluation", "meta", "store", "bench", "report", "predictions",
     "listing", "demo", "cli", "__main__",

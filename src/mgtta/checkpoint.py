@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from mgtta import __version__
-from mgtta.files import read_tensors, read_weights, shipped, write_tensors
+from mgtta.files import check_kind, read_tensors, read_weights, write_tensors
 from mgtta.generator import MetaGradientGenerator
+from mgtta.shipped import shipped
 
 KIND = "mgtta generator"
 VERSION = 1
@@ -52,14 +53,10 @@ def load_generator(name_or_path: str | os.PathLike) -> MetaGradientGenerator:
     path = Path(names.get(str(name_or_path), name_or_path))
     if not path.is_file():
         raise FileNotFoundError(f"no generator {str(name_or_path)!r}: give a file, or one of {', '.join(names)}")
+    if path.suffix in (".pth", ".pt"):
+        raise ValueError(f"{path}: the authors' format is read by mgtta.import_released, not by load_generator")
     tensors, metadata = read_tensors(path)
-    if metadata.get("kind") != KIND:
-        raise ValueError(
-            f"{path} holds no generator of mgtta's; mgtta.save_generator writes one, and "
-            "mgtta.import_released reads the authors' format"
-        )
-    if int(metadata.get("version", 0)) > VERSION:
-        raise ValueError(f"{path} was written by a newer mgtta: upgrade to read it")
+    check_kind(metadata, KIND, VERSION, path, "mgtta.save_generator writes one")
     try:
         generator = MetaGradientGenerator(int(metadata["hidden_size"]), metadata["memory"])
         generator.about = json.loads(metadata["about"])
@@ -81,7 +78,9 @@ def import_released(path: str | os.PathLike) -> MetaGradientGenerator:
             f"{path} is not a checkpoint of the released format: "
             f"missing {sorted(missing)[:3]}, unknown {sorted(extra)[:3]}"
         )
-    generator = MetaGradientGenerator(state[_RELEASED_PREFIX + "q_proj.weight"].shape[0])
+    if not all(isinstance(t, Tensor) and t.numel() for t in state.values()):
+        raise ValueError(f"{path} is not a checkpoint of the released format: not all of its weights are tensors")
+    generator = MetaGradientGenerator(state[_RELEASED_PREFIX + "o_proj.weight"].numel())
     own = generator.state_dict()
     tensors = {}
     for theirs, ours in names.items():

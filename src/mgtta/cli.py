@@ -1,6 +1,7 @@
 """The command line: each command a few lines over public functions. torch is imported by the commands alone."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Adapt an image classifier online, without labels, while it works on shifted data.",
 )
+
+STATE = "mgtta state"
 
 Model = Annotated[str, typer.Option(help="A timm name, or glyphs_vit, the small ViT that comes along.")]
 Checkpoint = Annotated[Path | None, typer.Option(help="Weights: .safetensors, or .pth of plain tensors.")]
@@ -38,7 +41,7 @@ def adapt(
     batch_size: int = 64,
     first: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
     state: Annotated[Path | None, typer.Option(help="Where to save the adapted state.")] = None,
-    start: Annotated[Path | None, typer.Option(help="A saved state to go on from.")] = None,
+    start: Annotated[Path | None, typer.Option(help="A saved state to go on from, its learning rate included.")] = None,
     size: Size = None,
     skip_unreadable: Skip = False,
     device: Device = None,
@@ -46,7 +49,7 @@ def adapt(
     """Predict a folder or tar of images, adapting along the way; write the predictions and the state."""
     import mgtta
     from mgtta.data.streams import stream
-    from mgtta.files import read_tree, write_tree
+    from mgtta.files import check_kind, read_tree, writable, write_tree
     from mgtta.predictions import prediction_file
     from mgtta.recipes import needs_source
 
@@ -56,7 +59,11 @@ def adapt(
         settings["source"] = _source(classifier, source, clean, size)
     adapted = mgtta.create(method, classifier, **settings)
     if start is not None:
-        adapted.load_state_dict(read_tree(start)[0])
+        found, metadata = read_tree(start)
+        check_kind(metadata, STATE, 1, start, "mgtta adapt --state writes one")
+        adapted.load_state_dict(found)
+    if state is not None:
+        writable(state)
     batches: Any = stream(images, batch_size=batch_size, shuffle=False, first=first, domain=data.name)
     total, classes = len(batches), images.classes
     if classes is not None and len(classes) != classifier.num_classes:
@@ -71,7 +78,7 @@ def adapt(
 
         [record] = mgtta.evaluate(adapted, batches, reset="never", on_batch=on_batch)
     if state is not None:
-        write_tree(state, adapted.state_dict(), {"kind": "mgtta state"})
+        write_tree(state, adapted.state_dict(), {"kind": STATE, "version": "1"})
     accuracy = "" if record.top1 is None else f", {record.top1:.1f} % right"
     skipped = f", {len(images.skipped)} images unreadable" if images.skipped else ""
     typer.echo(
@@ -106,20 +113,17 @@ def train(
     device: Device = None,
 ) -> None:
     """Train a generator, the learned optimizer, on a few unlabelled images (Algorithm 1)."""
-    import torch
-
     import mgtta
-    from mgtta.data.corruptions import VALIDATION_CORRUPTIONS
-    from mgtta.data.streams import corrupted, stream
+    from mgtta.data.streams import stream
+    from mgtta.meta import shifted_images
 
     classifier, found = _model_and_data(model, checkpoint, num_classes, data, size, skip_unreadable, device)
     statistics = _source(classifier, source, clean, size)
-    domains = corrupted(found, VALIDATION_CORRUPTIONS) if corrupt else [found]
-    share = -(-images // len(domains))
-    parts = [
-        batch.x for d in domains for batch in stream(d, batch_size=share, first=share, shuffle=not corrupt, seed=seed)
-    ]
-    x = torch.cat(parts)[:images]
+    if corrupt:
+        x = shifted_images(found, images, seed=seed)
+    else:
+        [batch] = stream(found, batch_size=images, first=images, seed=seed)
+        x = batch.x
     generator = mgtta.meta_train(
         classifier, statistics, x, steps=steps, batch_size=batch_size, lr=lr, outer_lr=outer_lr,
         hidden_size=hidden_size, memory=memory, seed=seed, checkpoint=run,
@@ -206,7 +210,7 @@ def bench(
         model, None if checkpoint is None else str(checkpoint), data, validation, source, generator,
         images or (256 if quick else None), _device(device),
     )  # fmt: skip
-    store, names, settings = Store(out), methods.split(","), {}
+    store, names, settings = Store(out), _names(methods), {}
     with _progress() as progress:
 
         def run(title: str, cells: list[Any]) -> list[dict[str, Any]]:
@@ -254,11 +258,12 @@ def demo(
     """Rendered characters under 15 corruptions: a small ViT as it is, and adapting. Needs no download."""
     from mgtta.demo import run
 
-    _print(run(images, methods.split(","), _device(device)))
+    _print(run(images, _names(methods), _device(device)))
 
 
 def main() -> None:
     """Errors that say what was wrong and what to do are printed without a trace (MGTTA_TRACE=1 shows it)."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary files are removed
     try:
         app()
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
@@ -305,6 +310,10 @@ def _source(classifier: Any, source: str | None, clean: Path | None, size: int |
     raise ValueError("source statistics are needed: --source FILE, or --clean FOLDER of clean images")
 
 
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def _settings(pairs: list[str]) -> dict[str, Any]:
     import ast
 
@@ -323,6 +332,8 @@ def _settings(pairs: list[str]) -> dict[str, Any]:
 def _device(device: str | None) -> str:
     import torch
 
+    if device and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"torch finds no GPU for --device {device}: use --device cpu, or a CUDA build of torch")
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -60,7 +60,7 @@ def evaluate(
         if not records or records[-1].domain != batch.domain:
             if reset == "domain":
                 method.reset()
-            records.append(Record(type(method).__name__, batch.domain))
+            records.append(Record(method.name, batch.domain))
             hits5 = 0
             before = method.updates, method.skipped, method.seconds
             if torch.cuda.is_available():

@@ -1,12 +1,11 @@
 """Reading and writing tensors: safetensors out, safetensors or weights-only torch files in, never half a file."""
 
+import hashlib
 import json
 import os
-import pickle
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,13 @@ def atomic(path: str | os.PathLike) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def writable(path: str | os.PathLike) -> None:
+    """Find out now, not after hours of work, that a file cannot be written."""
+    with atomic(Path(path).with_name(f".{Path(path).name}.probe")):
+        pass
+    Path(path).with_name(f".{Path(path).name}.probe").unlink()
 
 
 def _umask() -> int:
@@ -68,13 +74,13 @@ def read_weights(path: str | os.PathLike) -> dict[str, Any]:
         return read_tensors(path)[0]
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
+    except Exception as error:  # a damaged file fails in any way; with weights_only=True none of them is worse
         raise ValueError(
             f"{path} cannot be read as plain weights. Either it is damaged, or it holds Python objects, which "
             "are never unpickled here: in the program that made it, save a dict of tensors alone"
         ) from error
-    if not isinstance(state, dict):
-        raise ValueError(f"{path} holds a {type(state).__name__}; a dict of tensors was expected")
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        raise ValueError(f"{path} holds a {type(state).__name__}; a dict of named tensors was expected")
     return state
 
 
@@ -118,10 +124,22 @@ def read_tree(path: str | os.PathLike) -> tuple[Any, dict[str, str]]:
         raise ValueError(f"{path}: the saved state in its header is damaged; save it again") from error
 
 
-def shipped(kind: str) -> dict[str, Path]:
-    """Name -> file of the models, sources or generators that come with the package."""
-    folder = Path(str(resources.files("mgtta"))) / "weights" / kind
-    return {path.stem: path for path in sorted(folder.glob("*.safetensors"))}
+def check_kind(metadata: Mapping[str, str], kind: str, version: int, path: str | os.PathLike, remedy: str) -> None:
+    """Refuse a file of another kind, or one that a newer release wrote."""
+    if metadata.get("kind") != kind:
+        raise ValueError(f"{path} is no file of {kind}; {remedy}")
+    if not metadata.get("version", "").isdigit() or int(metadata["version"]) > version:
+        raise ValueError(f"{path} was written by a newer mgtta: upgrade to read it")
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """A hash of names, shapes and float32 values; the same on any device and in float64."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        if tensor.is_floating_point():
+            digest.update(f"{name}{tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _existing(path: str | os.PathLike) -> Path:

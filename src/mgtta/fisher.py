@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from mgtta.files import read_tensors, write_tensors
+from mgtta.files import check_kind, read_tensors, write_tensors
 from mgtta.models import Classifier
 from mgtta.params import norm_parameters
 
@@ -97,10 +97,7 @@ def save_fisher(fisher: Fisher, path: str | os.PathLike) -> None:
 
 def load_fisher(path: str | os.PathLike) -> Fisher:
     values, metadata = read_tensors(path)
-    if metadata.get("kind") != KIND:
-        raise ValueError(f"{path} holds no Fisher information; make it with mgtta.fisher_information")
-    if int(metadata.get("version", 0)) > VERSION:
-        raise ValueError(f"{path} was written by a newer mgtta: upgrade to read it")
+    check_kind(metadata, KIND, VERSION, path, "make it with mgtta.fisher_information")
     try:
         return Fisher(values, **json.loads(metadata["about"]))
     except (KeyError, TypeError, ValueError) as error:

@@ -9,6 +9,7 @@ Notation    z  inputs: normalised momentum and gradient, (n, 2)
 Shapes      n coordinates of theta, d hidden size
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,9 +101,10 @@ class MetaGradientGenerator(
 
     Args:
         memory: "gml", the paper's Gradient Memory Layer, or "lstm", its ablation.
+        about: how it was trained; travels with its files.
     """
 
-    def __init__(self, hidden_size: int = 8, memory: str = "gml"):
+    def __init__(self, hidden_size: int = 8, memory: str = "gml", about: dict[str, Any] | None = None):
         super().__init__()
         if not isinstance(hidden_size, int) or hidden_size < 1:
             raise ValueError(f"hidden_size must be a whole number of at least 1, not {hidden_size!r}")
@@ -110,7 +112,7 @@ class MetaGradientGenerator(
             raise unknown("memory", memory, MEMORIES)
         self.hidden_size = hidden_size
         self.memory_kind = memory
-        self.about: dict[str, Any] = {}  # how it was trained; travels with the file
+        self.about = dict(about or {})
         self.q_proj = nn.Linear(INPUTS, hidden_size, bias=False)
         self.memory = MEMORIES[memory](hidden_size)
         self.post_norm = nn.LayerNorm(hidden_size, eps=EPS)
@@ -118,13 +120,17 @@ class MetaGradientGenerator(
 
     def init_memory(self, n: int) -> Tensor:
         """The learned memory of n coordinates before their first gradient, (n, memory width)."""
+        if n < 0:
+            raise ValueError(f"a memory of {n} coordinates")
         return self.memory.init(n)
 
     def forward(self, inputs: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Memorise the inputs (n, 2), then generate the update (n,) from the memory just written."""
-        n = len(inputs)
-        if inputs.shape != (n, INPUTS):
+        if inputs.ndim != 2 or inputs.shape[1] != INPUTS:
             raise ValueError(f"inputs must be (n, {INPUTS}), not {tuple(inputs.shape)}")
+        n, dtype = len(inputs), self.o_proj.weight.dtype
+        if not inputs.dtype == memory.dtype == dtype:
+            raise TypeError(f"inputs {inputs.dtype} and memory {memory.dtype} for a generator of {dtype}: cast one")
         if memory.shape != (n, self.memory.width):
             raise ValueError(
                 f"a memory of shape {tuple(memory.shape)} does not fit {n} coordinates of a {self.memory_kind} "
@@ -134,6 +140,10 @@ class MetaGradientGenerator(
         hidden, memory = self.memory(inputs, self.q_proj(inputs), memory)
         update = torch.tanh(self.o_proj(self.post_norm(hidden))).squeeze(-1)  # Eq. 6
         return update, memory
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        self._hub_mixin_config = {**self._hub_mixin_config, "about": self.about}  # type: ignore[dict-item]
+        super()._save_pretrained(save_directory)
 
 
 def _apply(x: Tensor, W: Tensor, b: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import platform
 
 from rich.table import Table
 
-from mgtta.files import shipped
+from mgtta.shipped import shipped
 
 # distribution -> what fails without it
 PACKAGES = {
@@ -48,12 +48,17 @@ def tables() -> list[Table]:
         about = str(generator.about.get("protocol", ""))
         generators.add_row(name, str(generator.hidden_size), generator.memory_kind, about)
 
+    models = Table("model", "what it is", title="models: mgtta.load_model(name)")
+    for name in shipped("models"):
+        models.add_row(name, "comes with the package, for mgtta.data.glyphs")
+    models.add_row("any timm name", "timm.list_models() shows them")
+
     data = Table("data", "what it is", title="data: mgtta adapt DATA, mgtta.data.datasets.open_dataset(path)")
     for kind, text in KINDS.items():
         data.add_row(kind, text)
     data.add_row("corruptions", ", ".join(CORRUPTIONS))
     data.add_row("validation corruptions", ", ".join(VALIDATION_CORRUPTIONS))
-    return [methods, generators, data]
+    return [methods, generators, models, data]
 
 
 def health() -> tuple[Table, bool]:
@@ -74,14 +79,13 @@ def health() -> tuple[Table, bool]:
         from mgtta._timm import _library
 
         if _library is not None:
-            table.add_row(
-                "torchvision operators",
-                "built for another torch: unused ones declared by hand",
-                "none needed",
-            )
-    except Exception as error:
+            table.add_row("torchvision", "its operators are built for another torch; none is used here", "")
+    except ModuleNotFoundError as error:  # named above
+        table.add_row("devices", f"[red]unknown without {error.name}[/]", f"pip install {error.name}")
         well = False
-        table.add_row("torch", f"[red]{type(error).__name__}: {error}[/]", "install matching torch and torchvision")
+    except Exception as error:
+        table.add_row("devices", f"[red]{type(error).__name__}: {error}[/]", "install matching torch and torchvision")
+        well = False
     for kind in ("models", "sources", "generators"):
         table.add_row(f"shipped {kind}", ", ".join(shipped(kind)) or "none", "")
     return table, well

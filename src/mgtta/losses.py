@@ -28,6 +28,8 @@ def discrepancy(features: Sequence[Tensor], mean: Sequence[Tensor], std: Sequenc
     std is the unbiased standard deviation. One image has none, so for a batch of one only the means count:
     the pull towards the source's mean is defined there, while the spread cannot be judged from one image.
     """
+    if len(features) != len(mean):
+        raise ValueError(f"features of {len(features)} layers, source statistics of {len(mean)}: not the same model")
     total = torch.zeros((), dtype=features[0].dtype, device=features[0].device)
     for f, mu, sigma in zip(features, mean, std, strict=True):  # (N, d_i), (d_i,), (d_i,)
         total = total + (f.mean(0) - mu).square().sum()

@@ -9,31 +9,31 @@ update. Memory and moments carry values, not graphs, from step to step, so credi
 
 import copy
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import Progress
-from torch import Tensor
+from torch import Tensor, nn
 
 from mgtta import __version__
+from mgtta.data.corruptions import VALIDATION_CORRUPTIONS
+from mgtta.data.streams import corrupted, stream
 from mgtta.evaluation import evaluate
-from mgtta.files import read_tree, write_tree
+from mgtta.files import fingerprint, read_tree, write_tree
 from mgtta.generator import MetaGradientGenerator
 from mgtta.losses import objective
 from mgtta.methods.mgtta import MGTTA
-from mgtta.models import Classifier
-from mgtta.optim.mgg import MGG, generator_inputs
+from mgtta.models import Classifier, as_classifier
+from mgtta.optim.mgg import BETAS, EPS, MGG, generator_inputs
 from mgtta.params import norm_parameters
 from mgtta.source import SourceStatistics
 
-BETAS, EPS = (0.9, 0.99), 1e-8
-
 
 def meta_train(
-    model: Classifier,
+    model: Classifier | nn.Module,
     source: SourceStatistics,
     images: Tensor,
     *,
@@ -62,6 +62,9 @@ def meta_train(
             Without it, judged by the mean objective over the training images.
         checkpoint: a file that is written after each pass and, where it exists already, gone on from.
     """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, not {steps}")
+    model = as_classifier(model)
     trainer = _Trainer(
         model,
         source,
@@ -79,6 +82,8 @@ def meta_train(
         "hidden_size": trainer.generator.hidden_size,
         "memory": trainer.generator.memory_kind,
         "images": len(images),
+        "images' hash": fingerprint({"images": images.float()}),
+        "starting weights": fingerprint(trainer.generator.state_dict()),
         "steps": steps,
         "batch_size": batch_size,
         "lr": lr,
@@ -95,10 +100,12 @@ def meta_train(
             for _ in trainer.one_pass(steps):
                 bar.update(task, completed=trainer.step)
             trainer.judge(validation, validation_lr)
-            best = trainer.best
+            best = {"score": float("nan"), "step": 0, **trainer.best}
             bar.update(task, description=f"training the generator (best {best['score']:.4g} at {best['step']})")
             if checkpoint is not None:
                 trainer.save(checkpoint, protocol)
+    if not trainer.best:
+        raise ValueError("no image gave a finite objective: give uint8 pixels, or finite floats in [0, 1]")
     result = copy.deepcopy(trainer.generator).requires_grad_(True)
     result.load_state_dict(trainer.best["weights"])
     result.about = {
@@ -217,7 +224,7 @@ class _Trainer:
                 raise ValueError("validation must be labelled batches that can be iterated again and again")
             score = sum(record.top1 for record in records) / len(records)  # type: ignore[misc]
         self.scores.append(score)
-        if not self.best or score > self.best["score"]:
+        if score > self.best.get("score", -float("inf")):  # never where it is not a number
             weights = {name: t.detach().clone() for name, t in self.generator.state_dict().items()}
             self.best = {"score": score, "step": self.step, "weights": weights}
 
@@ -240,7 +247,7 @@ class _Trainer:
 
     def resume(self, path: str | os.PathLike, protocol: dict[str, Any]) -> None:
         state, _ = read_tree(path)
-        if not isinstance(state, dict) or state.get("protocol") != protocol:
+        if not isinstance(state, dict) or {**state.get("protocol", {}), "steps": 0} != {**protocol, "steps": 0}:
             raise ValueError(f"{path} belongs to a training run with other settings; name another file, or delete it")
         with torch.no_grad():
             for p, value in zip(self.theta, state["theta"], strict=True):
@@ -254,6 +261,23 @@ class _Trainer:
             inputs, memory = state["pending"]
             device = self.theta[0].device
             self.generate(inputs.to(device), None if memory is None else memory.to(device))
+
+
+def shifted_images(
+    dataset: Any,
+    count: int = 128,
+    corruptions: Sequence[str] = VALIDATION_CORRUPTIONS,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """`count` different images of a clean data set, as many under each corruption at severity 5: what to train on."""
+    parts = []
+    for i, domain in enumerate(corrupted(dataset, corruptions)):
+        [batch] = stream(domain, batch_size=count, first=count, shuffle=shuffle, seed=seed, device=device)
+        parts.append(batch.x[i :: len(corruptions)])
+    return torch.cat(parts)
 
 
 def _start(generator: MetaGradientGenerator | None, hidden_size: int, memory: str, seed: int) -> MetaGradientGenerator:

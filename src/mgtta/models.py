@@ -5,20 +5,25 @@ Shapes: N images, C scored classes, d_i features of layer i.
 
 import copy
 import difflib
-import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mgtta._timm import timm
-from mgtta.files import read_tensors, read_weights, shipped
-from mgtta.params import CHANNELS_FIRST, batch_norms, norm_layers
+from mgtta.files import fingerprint, read_tensors, read_weights
+from mgtta.params import batch_norms
+from mgtta.shipped import shipped
+from mgtta.taps import feature_taps
 
 WRAPPERS = ("state_dict", "model", "model_state_dict")  # where a foreign checkpoint may keep its weights
+PREFIXES = ("module.", "_orig_mod.")  # what DataParallel and torch.compile put before every name
+REFUSAL = re.compile("shape|size|dimension|channels|Expected")  # a network's own words about images that do not fit
 
 
 class Classifier(nn.Module):
@@ -48,18 +53,18 @@ class Classifier(nn.Module):
         self.register_buffer("mean", None if mean is None else torch.tensor(mean).view(1, -1, 1, 1))
         self.register_buffer("std", None if std is None else torch.tensor(std).view(1, -1, 1, 1))
         self.register_buffer("classes", None if classes is None else _class_index(classes, net))
-        self._taps = _feature_taps(net)
+        self._taps = feature_taps(net)
         self._uses_batch_statistics = False
         self.train(False)
 
     def forward(self, x: Tensor) -> Tensor:
         """The logits of the scored classes, (N, C)."""
         logits = self._run(self._prepare(x))
-        if not isinstance(logits, Tensor) or logits.ndim != 2:
+        if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(x):
             shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise ValueError(
-                f"{self.name} returned {shape}; a classifier returns one tensor of logits (N, classes): "
-                "wrap it in a module that does"
+                f"{self.name} returned {shape} for images {tuple(x.shape)}; a classifier returns one tensor of logits "
+                "(N, classes): wrap it in a module that does, and give it batches (x.unsqueeze(0) for one image)"
             )
         if self.classes is None:
             return logits
@@ -69,14 +74,16 @@ class Classifier(nn.Module):
 
     def features(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The logits, and the pooled features (N, d_i) of each layer i, from one forward pass."""
-        n = len(x)
+        x = self.pixels(x)
         found: dict[str, Tensor] = {}
-        handles = [tap.attach(self.net, n, found) for tap in self._taps]
+        handles = [tap.attach(self.net, len(x), found) for tap in self._taps]
         try:
             logits = self(x)
         finally:
             for handle in handles:
                 handle.remove()
+        if not found:
+            raise ValueError(f"none of {self.name}'s normalisation layers takes part in its forward pass")
         return logits, [found[tap.name] for tap in self._taps if tap.name in found]
 
     def embed(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,7 +110,9 @@ class Classifier(nn.Module):
     @property
     def num_classes(self) -> int:
         """The number of scored classes, C."""
-        return self.head.out_features if self.classes is None else len(self.classes)
+        if self.classes is not None:
+            return len(self.classes)
+        return getattr(self.net, "num_classes", None) or self.head.out_features
 
     @property
     def input_size(self) -> tuple[int, float]:
@@ -129,20 +138,17 @@ class Classifier(nn.Module):
         return self
 
     def fingerprint(self) -> str:
-        """A hash of weights, running statistics and normalisation, the same on any device and in float64."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.state_dict().items()):
-            if tensor.is_floating_point():
-                values = tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8)
-                digest.update(f"{name}{tuple(tensor.shape)}".encode())
-                digest.update(values.numpy().tobytes())
-        return digest.hexdigest()[:16]
+        """A hash of weights, running statistics and normalisation, the same on any device and in float64.
+
+        Rounded to half precision, the weights are others, and so is the hash.
+        """
+        return fingerprint(self.state_dict())
 
     def pixels(self, x: Tensor) -> Tensor:
         """The images as floats in [0, 1], on the network's device and in its dtype; refused where they do not fit."""
         if not isinstance(x, Tensor):
             raise TypeError(f"images must be a torch.Tensor, not {type(x).__name__}")
-        channels = self._channels()
+        channels = None if self.mean is None else self.mean.shape[1]
         if channels is not None and (x.ndim != 4 or x.shape[1] != channels):
             raise ValueError(
                 f"{self.name} takes images of shape (N, {channels}, H, W), not {tuple(x.shape)}"
@@ -158,68 +164,16 @@ class Classifier(nn.Module):
 
     def _prepare(self, x: Tensor) -> Tensor:
         x = self.pixels(x)
-        return x if self.mean is None or self.std is None else (x - self.mean) / self.std
+        return x if self.mean is None or self.std is None else (x - self.mean.to(x)) / self.std.to(x)
 
     def _run(self, x: Tensor) -> Tensor:
         try:
             return self.net(x)
-        except AssertionError as error:  # timm's way to refuse an image size
-            raise ValueError(f"{self.name} refuses images of shape {tuple(x.shape)}: {error}") from error
-
-    def _channels(self) -> int | None:
-        if self.mean is not None:
-            return self.mean.shape[1]
-        convolution = next((m for m in self.net.modules() if isinstance(m, nn.Conv2d)), None)
-        return None if convolution is None else convolution.in_channels
-
-
-class _Tap:
-    """Where one layer's features are read: at a normalisation layer, pooled to (N, d).
-
-    BatchNorm is read at its input, since the mean over the batch of its output is its own bias; all others at
-    their output.
-    """
-
-    def __init__(self, name: str, layer: nn.Module, class_token: bool, prefix_tokens: int):
-        self.name = name
-        self.at_input = isinstance(layer, nn.modules.batchnorm._BatchNorm)
-        self.class_token = class_token
-        self.prefix_tokens = prefix_tokens
-        several_axes = isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) > 1
-        self.channels_last = not isinstance(layer, CHANNELS_FIRST) and not several_axes
-
-    def attach(self, net: nn.Module, n: int, found: dict[str, Tensor]) -> Any:
-        def read(_layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            found[self.name] = self.pool(inputs[0] if self.at_input else output, n)
-
-        return net.get_submodule(self.name).register_forward_hook(read)
-
-    def pool(self, t: Tensor, n: int) -> Tensor:
-        """(N, L, d), (N, H, W, d) or (N, d, H, W) -> (N, d); windows of an image may lie along the first axis."""
-        if not self.channels_last and t.ndim > 2:
-            t = t.flatten(2).transpose(1, 2)  # (N, d, H, W) -> (N, HW, d)
-        t = t.reshape(n, -1, t.shape[-1])  # (N, L, d)
-        if self.class_token:
-            return t[:, 0]
-        return t[:, self.prefix_tokens if t.shape[1] > self.prefix_tokens else 0 :].mean(1)
-
-
-def _feature_taps(net: nn.Module) -> list[_Tap]:
-    """In a transformer, the first norm of every block but the first, and the final norm (the paper's layers).
-
-    In any other network, every normalisation layer.
-    """
-    layers = norm_layers(net)
-    blocks = getattr(net, "blocks", None)
-    names = list(layers)
-    if isinstance(blocks, nn.ModuleList | nn.Sequential):
-        first_norms = [f"blocks.{i}.norm1" for i in range(len(blocks))]
-        final_norm = next((name for name in ("fc_norm", "norm") if name in layers), None)
-        if final_norm and all(name in layers for name in first_norms):
-            names = [*first_norms[1:], final_norm]
-    prefix = getattr(net, "num_prefix_tokens", 0)
-    class_token = getattr(net, "global_pool", None) == "token" and prefix > 0
-    return [_Tap(name, layers[name], class_token, prefix) for name in names]
+        except (AssertionError, ValueError, RuntimeError) as error:  # an assertion is timm's way to refuse a size
+            if isinstance(error, RuntimeError) and not REFUSAL.search(str(error)):
+                raise
+            hint = "; x.unsqueeze(0) makes a batch of one image" if x.ndim == 3 else ""
+            raise ValueError(f"{self.name} refuses images of shape {tuple(x.shape)}: {error}{hint}") from error
 
 
 def _batch_statistics_where_defined(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -229,7 +183,10 @@ def _batch_statistics_where_defined(layer: nn.Module, inputs: tuple[Tensor, ...]
 
 
 def _class_index(classes: Sequence[int], net: nn.Module) -> Tensor:
-    index = torch.as_tensor(list(classes), dtype=torch.long)
+    numbers = classes.tolist() if isinstance(classes, Tensor) else list(classes)
+    if not all(isinstance(c, Integral) for c in numbers):
+        raise ValueError(f"classes must be whole numbers, not {numbers[:3]}")
+    index = torch.tensor(numbers, dtype=torch.long)
     if index.numel() < 2 or index.min() < 0 or len(index.unique()) != len(index):
         raise ValueError("classes must be at least two different, non-negative class indices")
     total = getattr(net, "num_classes", None)
@@ -263,39 +220,59 @@ def load_model(
         mean, std: the input normalisation; by default the timm model's own, and none for another module.
         timm_arguments: passed to `timm.create_model`, such as `num_classes` or `img_size`.
     """
-    if isinstance(name_or_module, str) and name_or_module in shipped("models"):
-        return _shipped(name_or_module, classes)
-    if isinstance(name_or_module, str):
+    if isinstance(name_or_module, str) and name_or_module not in shipped("models"):
         name = name_or_module
         net = _create(name, checkpoint is None if pretrained is None else pretrained, timm_arguments)
+    elif timm_arguments or pretrained is not None:
+        extra = ", ".join([*timm_arguments, *(["pretrained"] if pretrained is not None else [])])
+        raise ValueError(f"{extra}: only for a timm name, not for a module that exists already")
+    elif isinstance(name_or_module, str):
+        name, net = name_or_module, _shipped(name_or_module)
+    elif isinstance(name_or_module, Classifier):
+        raise ValueError("this is a Classifier already; use it as it is")
     elif isinstance(name_or_module, nn.Module):
-        if timm_arguments or pretrained is not None:
-            extra = ", ".join([*timm_arguments, *(["pretrained"] if pretrained is not None else [])])
-            raise ValueError(f"{extra}: only for a timm name, not for a module that exists already")
-        if isinstance(name_or_module, Classifier):
-            raise ValueError("this is a Classifier already; use it as it is")
         net = copy.deepcopy(name_or_module)
         name = (getattr(net, "pretrained_cfg", None) or {}).get("architecture") or type(net).__name__
     else:
         raise TypeError(f"a timm name or an nn.Module is needed, not {type(name_or_module).__name__}")
+    if getattr(net, "num_classes", None) == 0:
+        raise ValueError(f"{name} has no classes, only features: name num_classes=... and a checkpoint that has them")
     if checkpoint is not None:
         _load_weights(net, checkpoint)
-    config = getattr(net, "pretrained_cfg", None) or {}
     if mean is None and std is None:
-        mean, std = config.get("mean"), config.get("std")
+        mean, std = _normalisation(net, name)
     return Classifier(net, name=name, mean=mean, std=std, classes=classes)
 
 
-def _shipped(name: str, classes: Sequence[int] | None) -> Classifier:
+def as_classifier(model: nn.Module) -> Classifier:
+    """The model itself, or, for a plain module, its Classifier."""
+    return model if isinstance(model, Classifier) else load_model(model)
+
+
+def _shipped(name: str) -> nn.Module:
     tensors, metadata = read_tensors(shipped("models")[name])
     net = timm.models.VisionTransformer(**json.loads(metadata["model"]))
     net.load_state_dict({key: t.float() for key, t in tensors.items()})
-    return Classifier(net, name=name, classes=classes, **json.loads(metadata["normalisation"]))
+    net.pretrained_cfg = json.loads(metadata["normalisation"])
+    return net
+
+
+def _normalisation(net: nn.Module, name: str) -> tuple[Sequence[float] | None, Sequence[float] | None]:
+    """The timm model's own, (None, None) for a module that says nothing of it."""
+    config = getattr(net, "pretrained_cfg", None) or {}
+    mean, first = config.get("mean"), config.get("first_conv")
+    if mean and isinstance(first, str):
+        channels = getattr(net.get_submodule(first), "in_channels", len(mean))
+        if channels != len(mean):
+            raise ValueError(
+                f"{name} takes {channels} channels, its normalisation has {len(mean)}: give mean= and std="
+            )
+    return mean, config.get("std")
 
 
 def _create(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
     architecture = name.split(".")[0]
-    if not timm.is_model(architecture):
+    if ":" not in name and not timm.is_model(architecture):  # hf-hub:owner/name is for timm to look up
         close = difflib.get_close_matches(architecture, timm.list_models(), n=4)
         hint = f"; close names: {', '.join(close)}" if close else ""
         raise ValueError(f"timm has no model {name!r}{hint}; timm.list_models() shows all")
@@ -317,8 +294,10 @@ def _load_weights(net: nn.Module, checkpoint: str | os.PathLike) -> None:
     for wrapper in WRAPPERS:
         if isinstance(state.get(wrapper), dict):
             state = state[wrapper]
-    state = {name.removeprefix("module."): value for name, value in state.items()}
     own = net.state_dict()
+    for prefix in PREFIXES:
+        if all(name.startswith(prefix) for name in state) and not all(name.startswith(prefix) for name in own):
+            state = {name.removeprefix(prefix): value for name, value in state.items()}
     missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     wrong = [name for name in own.keys() & state.keys() if own[name].shape != getattr(state[name], "shape", None)]
     if missing or extra or wrong:

@@ -43,7 +43,8 @@ def norm_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 def norm_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The affine parameters of every normalisation layer, in module order."""
-    return [p for layer in norm_layers(model).values() for p in layer.parameters(recurse=False)]
+    found = {id(p): p for layer in norm_layers(model).values() for p in layer.parameters(recurse=False)}
+    return list(found.values())  # a weight that two layers share counts once
 
 
 def early_norm_parameters(net: nn.Module) -> list[nn.Parameter]:

@@ -5,8 +5,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
+from mgtta.checkpoint import load_generator
 from mgtta.errors import unknown
 from mgtta.fisher import Fisher, load_fisher
 from mgtta.generator import MetaGradientGenerator
@@ -24,7 +26,7 @@ from mgtta.methods.sar import SAR
 from mgtta.methods.spa import SPA
 from mgtta.methods.t3a import T3A
 from mgtta.methods.tent import Tent
-from mgtta.models import Classifier, load_model
+from mgtta.models import Classifier, as_classifier
 from mgtta.optim import optimizer_factory
 from mgtta.source import SourceStatistics, load_source
 
@@ -277,6 +279,10 @@ def mgtta_lstm(
     trade_off: float = 0.4,
 ) -> MGTTA:
     """MGTTA with an LSTM cell in place of the gradient memory (Table 4)."""
+    if not isinstance(generator, MetaGradientGenerator):
+        generator = load_generator(generator)
+    if generator.memory_kind != "lstm":
+        raise ValueError(f"mgtta_lstm needs a generator with memory='lstm', not {generator.memory_kind!r}")
     return mgtta(model, source=source, generator=generator, lr=lr, trade_off=trade_off)
 
 
@@ -316,17 +322,28 @@ def create(
             raise unknown(f"setting of {name}", key, [*parameters, "max_updates", "max_seconds"])
     if "source" in parameters and settings.get("source") is None:
         raise ValueError(f"{name} needs source=...: mgtta.source_statistics(model, clean_images) makes it")
-    for key, budget in (("max_updates", max_updates), ("max_seconds", max_seconds)):
-        if budget is not None and not budget >= 0:
-            raise ValueError(f"{key} must be at least 0, not {budget}")
-    if settings.get("lr") is not None and not settings["lr"] >= 0:
-        raise ValueError(f"lr must be at least 0, not {settings['lr']}")
-    if not isinstance(model, Classifier):
-        model = load_model(model)
-    method = function(model, **settings)
+    _check_number("max_updates", max_updates, int)
+    _check_number("max_seconds", max_seconds, float)
+    _check_number("lr", settings.get("lr"), float)
+    with torch.inference_mode(False):
+        method = function(as_classifier(model), **settings)
+    method.name = function.__name__
     method.max_updates, method.max_seconds = max_updates, max_seconds
     return method
 
 
+def _check_number(name: str, value: Any, kind: type[int] | type[float]) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+        raise TypeError(f"{name} must be a {'whole ' if kind is int else ''}number, not {value!r}")
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{name} must be finite and at least 0, not {value}")
+
+
 def _source(source: Source) -> SourceStatistics:
-    return source if isinstance(source, SourceStatistics) else load_source(source)
+    if isinstance(source, str | os.PathLike):
+        return load_source(source)
+    if not isinstance(source, SourceStatistics):
+        raise TypeError(f"source must be source statistics or a file of them, not {type(source).__name__}")
+    return source

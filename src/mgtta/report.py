@@ -1,58 +1,636 @@
-"""Records as tables: mean and standard deviation over seeds, the best in bold."""
+"""Records as tables: mean and standard deviation over seeds, the best in bold, paired differences, published figures.
 
+A section is what can be compared: the records of one experiment on one footing (model, weights, data, images). Its
+table has a row for each method and a column for each domain, or for each value of what the experiment varies.
+"""
+
+import json
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from importlib import resources
 from typing import Any
+
+from mgtta.data.corruptions import CORRUPTIONS
+
+Record = dict[str, Any]
 
 SHORT = {
     "gaussian_noise": "gauss", "shot_noise": "shot", "impulse_noise": "impul", "defocus_blur": "defoc",
     "glass_blur": "glass", "motion_blur": "motion", "zoom_blur": "zoom", "brightness": "brit", "contrast": "contr",
     "elastic_transform": "elast", "pixelate": "pixel", "jpeg_compression": "jpeg",
 }  # fmt: skip
+TITLES = {
+    "corruptions": "Corruptions, one after another, reset before each (Table 1)",
+    "budgets": "Limited adaptation budgets (Table 2)",
+    "variants": "Variants of ImageNet (Table 3)",
+    "ablation": "Ablation of the generator (Table 4)",
+    "runtime": "Runtime (Table 5)",
+    "samples": "Images that the generator was trained on (Table 6)",
+    "mixed": "Corruptions mixed within each batch (Table 7)",
+    "small-batch": "Small batches (Table 8)",
+    "memory": "Memory (appendix C.1)",
+    "hidden-size": "Hidden size of the gradient memory (appendix C.2)",
+    "learning-rate": "Learning rates on the test stream: for looking, not for choosing (appendix C.3)",
+    "convergence": "Convergence (Figure 3)",
+    "continual": "Corruptions one after another, never reset",
+    "sweep": "Learning rates tried on the validation corruptions",
+}
+# experiment -> what its columns are, unless domains
+AXES = {
+    "budgets": ("max_updates", "max_seconds"),
+    "convergence": ("max_updates",),
+    "small-batch": ("batch_size",),
+    "learning-rate": ("lr",),
+    "sweep": ("lr",),
+    "hidden-size": ("hidden_size", "generator"),
+    "samples": ("training_images", "generator"),
+}
+AXIS_NAMES = {
+    "max_updates": "updates at most", "max_seconds": "seconds of adaptation at most", "batch_size": "batch size",
+    "lr": "learning rate", "hidden_size": "hidden size", "training_images": "training images",
+}  # fmt: skip
+DISTINCT = ("batch_size", "max_updates", "max_seconds", "severity", "reset", "generator")  # may tell rows apart
+ABLATION = ("mgtta", "mgtta_lstm", "eq7_sgd", "eq7_adam")
+REFERENCES = ("noadapt", "mgtta")
+LOWER_IS_BETTER = ("ece", "seconds", "peak_memory")
+MEAN = "mean"
 
 
-def name_of(record: dict[str, Any]) -> str:
-    """What a record's row is called: the method, and what sets it apart within its experiment."""
-    parts = [record["method"]]
-    if record["experiment"] == "budgets":
-        parts.append(f"{record['max_updates']} updates")
-    if record["experiment"] == "small-batch":
-        parts.append(f"batch {record['batch_size']}")
-    if record["experiment"] == "learning-rate":
-        parts.append(f"lr {record['settings']['lr']:g}")
-    return ", ".join(parts)
+@dataclass(frozen=True)
+class Figure:
+    """Mean and sample standard deviation (None for one seed) over so many seeds."""
+
+    mean: float
+    std: float | None
+    seeds: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Figure":
+        return cls(statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
-def accuracies(records: Sequence[dict[str, Any]], figure: str = "top1") -> dict[str, dict[str, list[float]]]:
-    """Row -> domain -> one figure a seed."""
-    table: dict[str, dict[str, list[float]]] = {}
-    for record in sorted(records, key=lambda r: r["seed"]):
-        table.setdefault(name_of(record), {}).setdefault(record["domain"], []).append(record[figure])
-    return table
+@dataclass(frozen=True)
+class Difference:
+    """How far a row lies above the reference, in points, with a 95 % confidence interval where there can be one."""
+
+    row: str
+    column: str
+    against: str
+    mean: float
+    low: float | None
+    high: float | None
+    pairs: int
 
 
-def mean_over_domains(row: dict[str, list[float]]) -> tuple[float, float]:
-    """Mean and, over seeds, standard deviation of the mean over domains (0 for one seed)."""
-    by_seed = [statistics.mean(values) for values in zip(*row.values(), strict=True)]
-    return statistics.mean(by_seed), statistics.stdev(by_seed) if len(by_seed) > 1 else 0.0
+@dataclass
+class Section:
+    """The records of one experiment on one footing; one for each (row, column, domain, seed)."""
+
+    experiment: str
+    records: list[Record]
+    repeated: int = 0  # records left out, because another had measured the same
+    names: dict[int, str] = field(default_factory=dict)  # id of a record -> its row
+
+    @property
+    def title(self) -> str:
+        return TITLES.get(self.experiment, self.experiment)
+
+    @cached_property
+    def axis(self) -> str:
+        """What the columns are: "domain", or the record's entry that the experiment varies."""
+        for axis in AXES.get(self.experiment, ()):
+            if any(value(record, axis) is not None for record in self.records):
+                return axis
+        return "domain"
+
+    @cached_property
+    def domains(self) -> list[str]:
+        known = [*CORRUPTIONS]
+        found = unique(record["domain"] for record in self.records)
+        return sorted(found, key=lambda d: known.index(d) if d in known else len(known))
+
+    @cached_property
+    def columns(self) -> list[str]:
+        if self.axis == "domain":
+            return self.domains
+        return sorted(unique(self.column(record) for record in self.records), key=_as_number)
+
+    @cached_property
+    def rows(self) -> dict[str, str]:
+        """Row -> method."""
+        return {self.names[id(record)]: record["method"] for record in self.records}
+
+    def column(self, record: Record) -> str:
+        if self.axis == "domain":
+            return str(record["domain"])
+        return label(value(record, self.axis), "inf")
+
+    def of(self, row: str) -> list[Record]:
+        return [record for record in self.records if self.names[id(record)] == row]
+
+    def figures(self, figure: str = "top1") -> dict[str, dict[str, Figure]]:
+        """Row -> column -> figure. Columns of an experiment's own are means over domains; so is `mean`, the last
+        column where there are several domains. A mean that lacks a domain is left out."""
+        table: dict[str, dict[str, Figure]] = {}
+        for row in self.rows:
+            values: dict[str, dict[int, dict[str, float]]] = {}  # column -> seed -> domain -> value
+            for record in self.of(row):
+                if record.get(figure) is not None:
+                    columns = [self.column(record)]
+                    columns += [MEAN] if self.axis == "domain" and len(self.domains) > 1 else []
+                    for column in columns:
+                        values.setdefault(column, {}).setdefault(record["seed"], {})[record["domain"]] = record[figure]
+            cells = {}
+            for column, seeds in values.items():
+                needed = 1 if column in self.domains else len(self.domains)
+                complete = [statistics.mean(by.values()) for by in seeds.values() if len(by) == needed]
+                if complete:
+                    cells[column] = Figure.of(complete)
+            table[row] = cells
+        return table
+
+    def headings(self, figures: dict[str, dict[str, Figure]]) -> list[str]:
+        return [*self.columns, *([MEAN] if any(MEAN in row for row in figures.values()) else [])]
 
 
-def markdown(records: Sequence[dict[str, Any]], figure: str = "top1") -> str:
-    """One row a method, one column a domain, and the mean."""
-    table = accuracies(records, figure)
-    domains = list(next(iter(table.values())))
-    means = {name: mean_over_domains(row) for name, row in table.items()}
-    rows = {name: [statistics.mean(row[d]) for d in domains] for name, row in table.items()}
-    best = [max(row[i] for row in rows.values()) for i in range(len(domains))]
-    top = max(mean for mean, _ in means.values())
-    lines = [f"| method | {' | '.join(SHORT.get(d, d) for d in domains)} | mean |", "|---" * (len(domains) + 2) + "|"]
-    for name, row in rows.items():
-        cells = [_bold(f"{value:.1f}", value == best[i]) for i, value in enumerate(row)]
-        mean, spread = means[name]
-        overall = f"{mean:.1f} ± {spread:.1f}" if spread else f"{mean:.1f}"
-        lines.append(f"| {name} | {' | '.join(cells)} | {_bold(overall, mean == top)} |")
+def sections(records: Iterable[Record]) -> list[Section]:
+    """The records by experiment and footing, in the paper's order."""
+    found: dict[tuple, list[Record]] = {}
+    for record in records:
+        for experiment in (record["experiment"], *_shared(record)):
+            found.setdefault((experiment, *footing(record)), []).append(record)
+    asked = {(record["experiment"], *footing(record)) for record in _flat(found.values())}
+    order = list(TITLES)
+    result = [
+        _section(key[0], part)
+        for key, group in sorted(found.items(), key=lambda kv: order.index(kv[0][0]) if kv[0][0] in order else 99)
+        if key in asked
+        for part in _by_images(group)
+    ]
+    return [section for section in result if section.records]
+
+
+def footing(record: Record) -> tuple:
+    """What must agree for two records to be compared."""
+    protocol = record.get("protocol") or {}
+    return (protocol.get("model"), protocol.get("weights"), protocol.get("data"), record.get("split", "test"))
+
+
+def _shared(record: Record) -> list[str]:
+    """Other experiments that ask for the same work: the store holds it once, under the first that asked."""
+    plain = (
+        not record.get("mixed") and record.get("reset", "domain") == "domain" and record.get("split") != "validation"
+    )
+    plain = plain and all(record.get(budget) is None for budget in ("max_updates", "max_seconds"))
+    plain = plain and record.get("batch_size", 64) == 64
+    if not plain:
+        return []
+    others = []
+    if record["experiment"] == "corruptions":
+        others += ["ablation"] if record["method"] in ABLATION else []
+        others += ["learning-rate"] if set(record.get("settings") or {}) == {"lr"} else []
+    if record["experiment"] == "ablation":
+        others += ["corruptions"] if record["method"] == "mgtta" else []
+    return others
+
+
+def _by_images(records: list[Record]) -> list[list[Record]]:
+    """Apart, where the same domain was measured on different numbers of images."""
+    sizes: dict[str, set[int]] = {}
+    for record in records:
+        sizes.setdefault(record["domain"], set()).add(record["images"])
+    if all(len(size) == 1 for size in sizes.values()):
+        return [records]
+    return [[r for r in records if r["images"] == n] for n in sorted(set().union(*sizes.values()), reverse=True)]
+
+
+def _section(experiment: str, records: list[Record]) -> Section:
+    section = Section(experiment, records)
+    axis = section.axis
+    per_method: dict[str, list[Record]] = {}
+    for record in records:
+        per_method.setdefault(record["method"], []).append(record)
+    kept: dict[tuple, Record] = {}
+    for method, mine in per_method.items():
+        settings = unique(key for record in mine for key in record.get("settings") or {})
+        varying = [
+            key
+            for key in unique((*settings, *DISTINCT))
+            if key != axis and key not in AXES.get(experiment, ()) and len({label(value(r, key)) for r in mine}) > 1
+        ]
+        for record in mine:
+            parts = [f"{key.replace('_', ' ')} {label(value(record, key), 'default')}" for key in varying]
+            section.names[id(record)] = ", ".join([str(method), *parts])
+    for record in records:
+        key = (section.names[id(record)], section.column(record), record["domain"], record["seed"])
+        kept[key] = kept.get(key, record)
+    section.records, section.repeated = list(kept.values()), len(records) - len(kept)
+    return section
+
+
+def value(record: Record, key: str) -> Any:
+    """A record's own entry, a setting of its method, or an entry of its protocol."""
+    for place in (record, record.get("settings") or {}, record.get("protocol") or {}):
+        if place.get(key) is not None:
+            return place[key]
+    return None
+
+
+def label(value: Any, none: str = "") -> str:
+    if value is None:
+        return none
+    return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def unique(items: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(items))
+
+
+def _as_number(text: str) -> tuple[float, str]:
+    try:
+        return float(text), text
+    except ValueError:
+        return math.inf, text
+
+
+def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
+    return [item for items in lists for item in items]
+
+
+def best(figures: dict[str, dict[str, Figure]], column: str, figure: str = "top1") -> set[str]:
+    """The rows that are best in a column as printed; none where all are alike."""
+    shown = {row: round(cells[column].mean, 1) for row, cells in figures.items() if column in cells}
+    if len(set(shown.values())) < 2:
+        return set()
+    top = (min if figure in LOWER_IS_BETTER else max)(shown.values())
+    return {row for row, shown_value in shown.items() if shown_value == top}
+
+
+# --- paired differences
+
+
+def differences(section: Section, figure: str = "top1") -> list[Difference]:
+    """Every row against NoAdapt and against MGTTA, paired over domain and seed; for columns of an experiment's own,
+    in each of them.
+
+    The interval is Student's, at 95 %, over domains, each the mean over its seeds, since seeds of one domain are not
+    independent of each other; with one domain it is over seeds. One pair has none.
+    """
+    found = []
+    for column in [MEAN] if section.axis == "domain" else section.columns:
+        values: dict[str, dict[tuple[str, int], float]] = {row: {} for row in section.rows}
+        for record in section.records:
+            if record.get(figure) is not None and column in (MEAN, section.column(record)):
+                values[section.names[id(record)]][record["domain"], record["seed"]] = record[figure]
+        for method in REFERENCES:
+            for against in [row for row, its in section.rows.items() if its == method]:
+                for row in section.rows:
+                    pairs = {key: v - values[against][key] for key, v in values[row].items() if key in values[against]}
+                    if row != against and pairs:
+                        found.append(_difference(row, column, against, pairs))
+    return found
+
+
+def _difference(row: str, column: str, against: str, pairs: dict[tuple[str, int], float]) -> Difference:
+    by_domain: dict[str, list[float]] = {}
+    for (domain, _), d in pairs.items():
+        by_domain.setdefault(domain, []).append(d)
+    units = [statistics.mean(ds) for ds in by_domain.values()]
+    if len(units) == 1:
+        units = list(pairs.values())
+    mean = statistics.mean(units)
+    if len(units) < 2:
+        return Difference(row, column, against, mean, None, None, len(pairs))
+    half = t_quantile(len(units) - 1) * statistics.stdev(units) / math.sqrt(len(units))
+    return Difference(row, column, against, mean, mean - half, mean + half, len(pairs))
+
+
+@cache
+def t_quantile(df: int, confidence: float = 0.95) -> float:
+    """t with P(|T| < t) = confidence for Student's T with `df` degrees of freedom."""
+    low, high = 0.0, 1.0
+    while _t_within(high, df) < confidence:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_within(middle, df) < confidence else (low, middle)
+    return (low + high) / 2
+
+
+def _t_within(t: float, df: int) -> float:
+    """P(|T| < t), the finite sums of Abramowitz & Stegun, 26.7.3 and 26.7.4."""
+    theta = math.atan(t / math.sqrt(df))
+    sin, cos = math.sin(theta), math.cos(theta)
+    odd = df % 2
+    total, term = 0.0, cos if odd else 1.0
+    for k in range(2 + odd, df + odd, 2):
+        total += term
+        term *= cos**2 * (k - 1) / k
+    return (theta + sin * total) * 2 / math.pi if odd else sin * total
+
+
+# --- published figures
+
+
+@cache
+def published() -> dict[str, Any]:
+    """The paper's tables by experiment, method and column, each with its footing."""
+    data = json.loads(resources.files("mgtta").joinpath("published.json").read_text(encoding="utf-8"))
+    for table in data["tables"]:
+        table["footing"] = {**data["footing"], **table["footing"]}
+    return data
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A table of the paper with what was measured: row -> column -> figure."""
+
+    table: str
+    footing: dict[str, Any]
+    columns: list[str]
+    measured: dict[str, dict[str, Figure]]
+    printed: dict[str, dict[str, float]]
+    differs: list[str]
+
+
+def beside(section: Section) -> list[Beside]:
+    """The paper's tables of the section's experiment, for the methods that were measured."""
+    found = []
+    for table in published()["tables"]:
+        rows = {row: table["rows"][row] for row in section.rows if row in table["rows"]}
+        if table["experiment"] != section.experiment or not rows:
+            continue
+        if table["columns"] not in ("figure", section.axis):
+            continue
+        measured = _costs(section) if table["columns"] == "figure" else section.figures()
+        if table["experiment"] == "ablation" and set(section.domains) == set(CORRUPTIONS):
+            measured = {row: {**cells, "imagenet-c": cells[MEAN]} for row, cells in measured.items() if MEAN in cells}
+        own = unique(column for row in rows.values() for column in row)
+        shared = [c for c in own if any(c in measured.get(row, {}) for row in rows)]
+        differs = footing_differs(section.records, table["footing"])
+        chosen = {row: {c: f for c, f in cells.items() if c in own} for row, cells in measured.items() if row in rows}
+        found.append(Beside(table["table"], table["footing"], shared or own, chosen, rows, differs))
+    return found
+
+
+def _costs(section: Section) -> dict[str, dict[str, Figure]]:
+    """Row -> accuracy, seconds for 50,000 images, and megabytes."""
+    costs: dict[str, dict[str, Figure]] = {}
+    accuracy = section.figures()
+    for row in section.rows:
+        records = section.of(row)
+        cells = {"seconds": Figure.of([50_000 * r["seconds"] / r["images"] for r in records if r["images"]])}
+        memory = [r["peak_memory"] / 1e6 for r in records if r.get("peak_memory")]
+        if memory:
+            cells["megabytes"] = Figure.of(memory)
+        top1 = accuracy[row].get(MEAN) or next(iter(accuracy[row].values()), None)
+        costs[row] = {**cells, **({"top1": top1} if top1 else {})}
+    return costs
+
+
+def footing_differs(records: Sequence[Record], paper: dict[str, Any]) -> list[str]:
+    """In words, all that is known to differ from, or cannot be checked against, a published table."""
+    found = []
+    protocol = records[0].get("protocol") or {}
+    if not str(protocol.get("model")).startswith("vit_base_patch16_224"):
+        found.append(f"the model is {protocol.get('model')}, the paper's a ViT-Base trained on ImageNet-1k")
+    data = str(protocol.get("data"))
+    if not data.lower().replace("_", "-").rstrip("/").endswith("imagenet-c") or paper["data"] != "ImageNet-C":
+        found.append(f"the data are {data}, the paper's {paper['data']}")
+    for key, name in (("images", "images of each domain"), ("batch_size", "batch size"), ("severity", "severity")):
+        values = unique(record.get(key) for record in records)
+        if paper.get(key) is not None and values != [paper[key]]:
+            theirs = f"{paper[key]:,}" if isinstance(paper[key], int) else paper[key]
+            found.append(f"{name}: {', '.join(label(v, 'unknown') for v in values)}; the paper's: {theirs}")
+    if protocol.get("mean") is not None:
+        mean, std = (", ".join(f"{x:g}" for x in protocol.get(key) or []) for key in ("mean", "std"))
+        found.append(f"normalisation: mean {mean}, std {std}; the paper does not state its own")
+    if paper.get("device"):
+        found.append(f"the device is {protocol.get('device')}, the paper's {paper['device']}")
+    return found
+
+
+# --- words
+
+
+def footing_words(section: Section) -> str:
+    """Model, data, images, batch and seeds of a section in one line."""
+    records = section.records
+    protocol = records[0].get("protocol") or {}
+
+    def span(values: Iterable[Any]) -> str:
+        found = sorted({v for v in values if v is not None})
+        return f"{found[0]:,} to {found[-1]:,}" if len(found) > 1 else f"{found[0]:,}" if found else "unknown"
+
+    seeds = len({record["seed"] for record in records})
+    of_each = "" if len(section.domains) == 1 else " of each domain"
+    return (
+        f"{protocol.get('model')} on {protocol.get('data')}; {_many(len(section.domains), 'domain')}, "
+        f"{span(r['images'] for r in records)} images{of_each}, severity {span(r.get('severity') for r in records)}, "
+        f"batch {span(r.get('batch_size') for r in records)}, {_many(seeds, 'seed')}"
+    )
+
+
+def headline(section: Section) -> list[str]:
+    """What a section found, in sentences."""
+    figures = section.figures()
+    if not any(figures.values()):
+        return ["No labels: accuracy is not known."]
+    if section.axis != "domain":
+        tops = {
+            row: max(cells.items(), key=lambda kv: kv[1].mean) for row, cells in figures.items() if cells
+        }  # row -> (column, figure)
+        row = max(tops, key=lambda r: tops[r][1].mean)
+        axis = AXIS_NAMES.get(section.axis, section.axis.replace("_", " "))
+        return [f"Highest: {row}, {percent(tops[row][1])}, at {axis} {_limit(tops[row][0])}."]
+    column = MEAN if any(MEAN in cells for cells in figures.values()) else section.columns[0]
+    ranked = sorted(
+        ((cells[column], row) for row, cells in figures.items() if column in cells), key=lambda fr: -fr[0].mean
+    )
+    if not ranked:
+        return ["No method has finished all domains yet."]
+    where = f"on average over {len(section.domains)} domains" if column == MEAN else f"on {column}"
+    top = [row for f, row in ranked if f"{f.mean:.1f}" == f"{ranked[0][0].mean:.1f}"]
+    if len(ranked) == 1:
+        words = [f"{top[0]} has {percent(ranked[0][0])} {where}."]
+    elif len(top) > 1:
+        words = [f"{_and(top)} are alike at {ranked[0][0].mean:.1f} % {where}, and none is higher."]
+    else:
+        words = [f"{top[0]} is highest with {percent(ranked[0][0])} {where}."]
+    words += [sentence(d) for d in differences(section) if d.row in top and section.rows[d.against] == "noadapt"]
+    return words
+
+
+def sentence(d: Difference) -> str:
+    if abs(d.mean) < 0.05:
+        far = f"{d.row} lies within 0.05 points of {d.against}"
+    else:
+        far = f"{d.row} lies {abs(d.mean):.1f} points {'above' if d.mean > 0 else 'below'} {d.against}"
+    if d.low is None or d.high is None:
+        return f"{far}; one pair gives no confidence interval."
+    sure = "" if d.low > 0 or d.high < 0 else ": these records cannot tell it from no difference"
+    return f"{far} (95 % confidence interval {signed(d.low)} to {signed(d.high)}){sure}."
+
+
+def percent(f: Figure) -> str:
+    return f"{f.mean:.1f} %" if f.std is None else f"{f.mean:.1f} ± {f.std:.1f} %"
+
+
+def signed(x: float) -> str:
+    text = f"{x:+.1f}"
+    return text.replace("-", "−") if float(text) else "0.0"
+
+
+def _many(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def _and(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _limit(column: str) -> str:
+    return "without limit" if column == "inf" else column
+
+
+def short(column: str) -> str:
+    return SHORT.get(column, "∞" if column == "inf" else column)
+
+
+# --- markdown and LaTeX
+
+
+def markdown(records: Sequence[Record], figure: str = "top1") -> str:
+    """The tables of the records, one for each section: one row a method, one column a domain, and the mean."""
+    return "\n\n".join(_markdown_table(section, figure) for section in sections(records))
+
+
+def _markdown_table(section: Section, figure: str = "top1") -> str:
+    figures = section.figures(figure)
+    columns = section.headings(figures)
+    lines = [_row(["method", *map(short, columns)]), "|---" * (len(columns) + 1) + "|"]
+    tops = {column: best(figures, column, figure) for column in columns}
+    for row, cells in figures.items():
+        texts = [_cell(cells.get(c), c == MEAN or section.axis != "domain", "{:.1f} ± {:.1f}") for c in columns]
+        bold = (f"**{text}**" if row in tops[c] else text for c, text in zip(columns, texts, strict=True))
+        lines.append(_row([row, *bold]))
     return "\n".join(lines)
 
 
-def _bold(text: str, bold: bool) -> str:
-    return f"**{text}**" if bold else text
+def _cell(f: Figure | None, spread: bool, both: str) -> str:
+    if f is None:
+        return "–"
+    return both.format(f.mean, f.std) if spread and f.std is not None else f"{f.mean:.1f}"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(_markdown(cell) for cell in cells)} |"
+
+
+def _markdown(text: str) -> str:
+    """Text that stays text within a table's cell, bold aside."""
+    for character, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("\n", " "), ("\r", " ")):
+        text = text.replace(character, safe)
+    return text
+
+
+def latex(records: Sequence[Record], figure: str = "top1") -> str:
+    """The same tables in LaTeX; they need the package booktabs."""
+    return "\n\n".join(_latex_table(section, figure) for section in sections(records))
+
+
+def _latex_table(section: Section, figure: str = "top1") -> str:
+    figures = section.figures(figure)
+    columns = section.headings(figures)
+    tops = {column: best(figures, column, figure) for column in columns}
+    axis = AXIS_NAMES.get(section.axis)
+    caption = f"{section.title}: accuracy (\\%){f' by {axis}' if axis else ''}. {_latex(footing_words(section))}."
+    lines = [
+        r"\begin{table}[t]", r"\centering", f"\\caption{{{caption}}}",
+        f"\\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule",
+        " & ".join(["method", *(_latex(short(c)) for c in columns)]) + r" \\", r"\midrule",
+    ]  # fmt: skip
+    for row, cells in figures.items():
+        texts = [_cell(cells.get(c), c == MEAN or section.axis != "domain", r"{:.1f} $\pm$ {:.1f}") for c in columns]
+        bold = (
+            f"\\textbf{{{t}}}" if row in tops[c] else t.replace("–", "--") for c, t in zip(columns, texts, strict=True)
+        )
+        lines.append(" & ".join([_latex(row), *bold]) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"])
+
+
+def _latex(text: str) -> str:
+    special = {
+        "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "∞": r"$\infty$",
+        "−": "--", "<": r"\textless{}", ">": r"\textgreater{}", "\n": " ", "\r": " ",
+        **{c: f"\\{c}" for c in "&%$#_{}"},
+    }  # fmt: skip
+    return "".join(special.get(c, c) for c in text)
+
+
+def markdown_report(found: Sequence[Section]) -> str:
+    """All sections: summary, table, differences, published figures, protocol."""
+    parts = ["# Report of mgtta", ""]
+    for section in found:
+        parts += [f"## {section.title}", "", _markdown(footing_words(section)), ""]
+        parts += [f"- {_markdown(words)}" for words in headline(section)] + [""]
+        parts += [_markdown_table(section), "", notes(section), ""]
+        parts += _markdown_differences(section)
+        for table in beside(section):
+            parts += [f"Published, Table {table.table}" if table.table[0].isdigit() else f"Published, {table.table}"]
+            parts += ["", "Not on the same footing: " + _markdown("; ".join(table.differs)) + ".", ""]
+            parts += _markdown_beside(table) + [""]
+        commands = unique((record.get("protocol") or {}).get("command") for record in section.records)
+        parts += ["To repeat it:", "", *(f"    {str(c).replace(chr(10), ' ')}" for c in commands if c), ""]
+    return "\n".join(parts)
+
+
+def notes(section: Section) -> str:
+    """What a reader of the table must know."""
+    words = ["Accuracy in percent"]
+    if section.axis != "domain":
+        axis = AXIS_NAMES.get(section.axis, section.axis.replace("_", " "))
+        words.append(f"mean over domains, by {axis}" if len(section.domains) > 1 else f"by {axis}")
+    if any(f.std is not None for cells in section.figures().values() for f in cells.values()):
+        words.append("± standard deviation over seeds")
+    text = ", ".join(words) + "."
+    columns = section.headings(section.figures())
+    if any(column not in cells for cells in section.figures().values() for column in columns):
+        text += " –: not run, not finished on all domains, or without labels."
+    if section.repeated:
+        text += f" {_many(section.repeated, 'record')} that repeat others' work are left out."
+    return text
+
+
+def _markdown_differences(section: Section) -> list[str]:
+    found = differences(section)
+    if not found:
+        return []
+    lines = ["Paired differences in points (Student's t over domains, seeds averaged within each):", ""]
+    lines += ["| method | column | against | difference | 95 % interval | pairs |", "|---|---|---|---|---|---|"]
+    lines += [_row([d.row, short(d.column), d.against, signed(d.mean), interval(d), str(d.pairs)]) for d in found]
+    return [*lines, ""]
+
+
+def interval(d: Difference) -> str:
+    return "–" if d.low is None or d.high is None else f"{signed(d.low)} to {signed(d.high)}"
+
+
+def _markdown_beside(table: Beside) -> list[str]:
+    lines = [_row(["method", "", *map(short, table.columns)]), "|---" * (len(table.columns) + 2) + "|"]
+    for row, printed in table.printed.items():
+        measured = table.measured.get(row, {})
+        lines.append(_row([row, "measured", *(_cell(measured.get(c), False, "") for c in table.columns)]))
+        lines.append(_row(["", "published", *(label(printed.get(c), "–") for c in table.columns)]))
+    return lines
+
+
+def latex_report(found: Sequence[Section]) -> str:
+    """All sections' tables, to be included in a document."""
+    return "% needs \\usepackage{booktabs}\n\n" + "\n\n".join(_latex_table(section) for section in found) + "\n"
+
+
+Renderer = Callable[[Sequence[Section]], str]

@@ -3,14 +3,15 @@
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mgtta.files import read_tensors, shipped, write_tensors
-from mgtta.models import Classifier
+from mgtta.files import check_kind, read_tensors, write_tensors
+from mgtta.models import Classifier, as_classifier
+from mgtta.shipped import shipped
 
 KIND = "mgtta source statistics"
 VERSION = 1
@@ -25,14 +26,13 @@ class SourceStatistics:
     images: int
     model: str
     fingerprint: str
-    notes: dict[str, Any] = field(default_factory=dict)
 
     def to(self, like: Tensor) -> "SourceStatistics":
         """The same statistics on another tensor's device and in its dtype."""
         if self.mean[0].device == like.device and self.mean[0].dtype == like.dtype:
             return self
         mean, std = ([t.to(like.device, like.dtype) for t in ts] for ts in (self.mean, self.std))
-        return SourceStatistics(mean, std, self.images, self.model, self.fingerprint, self.notes)
+        return SourceStatistics(mean, std, self.images, self.model, self.fingerprint)
 
     def check(self, model: str, fingerprint: str) -> None:
         """Refuse statistics that were not taken from the model of this name and fingerprint."""
@@ -46,15 +46,16 @@ class SourceStatistics:
 
 @torch.no_grad()
 def source_statistics(
-    model: Classifier, clean_images: Tensor | Iterable[Any], batch_size: int = 64
+    model: Classifier | nn.Module, clean_images: Tensor | Iterable[Any], batch_size: int = 64
 ) -> SourceStatistics:
     """The statistics of clean, in-distribution images without labels; 64 of them are enough.
 
     Args:
         clean_images: one tensor of images, or an iterable of batches: tensors, or tuples that start with one.
     """
+    model = as_classifier(model)
     if isinstance(clean_images, Tensor):
-        clean_images = clean_images.split(batch_size)
+        clean_images = clean_images.split(batch_size) if len(clean_images) else []
     count = 0
     sums: list[Tensor] = []
     squares: list[Tensor] = []
@@ -89,7 +90,6 @@ def save_source(source: SourceStatistics, path: str | os.PathLike) -> None:
         "images": source.images,
         "model": source.model,
         "fingerprint": source.fingerprint,
-        "notes": source.notes,
     }
     write_tensors(path, tensors, {"kind": KIND, "version": str(VERSION), "about": json.dumps(about)})
 
@@ -98,10 +98,7 @@ def load_source(name_or_path: str | os.PathLike) -> SourceStatistics:
     """The statistics of a shipped model by its name, or those that save_source wrote to a file."""
     path = shipped("sources").get(str(name_or_path), name_or_path)
     tensors, metadata = read_tensors(path)
-    if metadata.get("kind") != KIND:
-        raise ValueError(f"{path} holds no source statistics; make them with mgtta.source_statistics")
-    if int(metadata.get("version", 0)) > VERSION:
-        raise ValueError(f"{path} was written by a newer mgtta: upgrade to read it")
+    check_kind(metadata, KIND, VERSION, path, "make them with mgtta.source_statistics")
     try:
         about = json.loads(metadata["about"])
         n = len(tensors) // 2

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mgtta.files import fingerprint
 from mgtta.models import Classifier
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
@@ -34,6 +35,7 @@ class Method(nn.Module):
 
     def __init__(self, model: Classifier):
         super().__init__()
+        self.name = type(self).__name__  # `create` puts the recipe's here
         self.model = copy.deepcopy(model).requires_grad_(False)
         self.fingerprint = model.fingerprint()
         self.adapted: dict[str, nn.Parameter] = {}
@@ -47,7 +49,9 @@ class Method(nn.Module):
         """Declare the parameters of self.model that adapt."""
         wanted = {id(p) for p in params}
         self.adapted = {name: p for name, p in self.model.named_parameters() if id(p) in wanted}
-        for p in self.adapted.values():
+        for name, p in self.adapted.items():
+            if p.dtype not in (torch.float32, torch.float64):
+                raise TypeError(f"{name} is {p.dtype}, which rounds small updates away: adapt model.float()")
             p.requires_grad_()
         return list(self.adapted.values())
 
@@ -90,7 +94,7 @@ class Method(nn.Module):
     def reset(self) -> None:
         """Exactly the source model again, with fresh optimizer, memory and counters."""
         if self._start is not None:
-            self.load_state_dict(self._start)
+            self._load(self._start)
 
     def get_extra_state(self) -> Any:
         """What is kept beside parameters, buffers and optimizer: plain values and tensors, nested."""
@@ -100,11 +104,19 @@ class Method(nn.Module):
         if self.random is not None:
             self.random.set_state(state["random"].cpu())
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    @property
+    def kind(self) -> str:
+        """What a state must share with the method that loads it: class, optimizer and generator."""
+        return " with ".join([type(self).__name__, *_kinds(self.optimizer)])
+
+    @torch.inference_mode(False)
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """All that adaptation has changed, as copies: parameters, buffers, optimizer, counters."""
+        if args or kwargs:  # inside another module: torch's own
+            return super().state_dict(*args, **kwargs)
         return copy.deepcopy(
             {
-                "method": type(self).__name__,
+                "kind": self.kind,
                 "model": self.fingerprint,
                 "params": {name: p.detach() for name, p in self.adapted.items()},
                 "buffers": self._own_buffers(),
@@ -114,28 +126,53 @@ class Method(nn.Module):
             }
         )
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
         """Go on exactly where `state_dict` was taken. A state that does not fit changes nothing."""
         self._remember_start()
-        for key, own in (("method", type(self).__name__), ("model", self.fingerprint)):
-            if state.get(key) != own:
-                raise ValueError(f"this state belongs to another {key} ({state.get(key)}, not {own})")
-        shapes = {name: p.shape for name, p in self.adapted.items()}
-        fits = {name: p.shape for name, p in state["params"].items()} == shapes
-        if not fits or state["buffers"].keys() != self._own_buffers().keys():
-            raise ValueError("this state does not fit: its parameters or buffers have other names or shapes")
+        before = self.state_dict()
+        if not isinstance(state, dict) or state.keys() != before.keys():
+            raise ValueError("this is not a state that a method's state_dict gave")
+        for key in ("kind", "model"):
+            if state[key] != before[key]:
+                raise ValueError(f"this state belongs to another {key} ({state[key]}, not {before[key]})")
+        try:
+            self._load(state)
+        except Exception as error:
+            self._load(before)
+            raise ValueError(f"this state does not fit {self.kind}: {error}") from error
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _load(self, state: dict[str, Any]) -> None:
+        if {n: p.shape for n, p in state["params"].items()} != {n: p.shape for n, p in self.adapted.items()}:
+            raise ValueError("its parameters have other names or shapes")
+        if not all(p.isfinite().all() for p in state["params"].values()):
+            raise ValueError("its parameters are not finite")
+        if state["buffers"].keys() != self._own_buffers().keys():
+            raise ValueError("its buffers have other names")
         if self.optimizer is not None:
             self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+            for p, moments in self.optimizer.state.items():
+                if any(t.ndim and t.shape != p.shape and len(t) != p.numel() for t in moments.values()):
+                    raise ValueError("its optimizer's tensors have other shapes")
         for name, value in state["params"].items():
             self.adapted[name].copy_(value)
         for name, value in state["buffers"].items():  # a buffer may have grown, as T3A's supports do
             owner = self.get_submodule(name.rpartition(".")[0])
             old = getattr(owner, name.rpartition(".")[2])
             setattr(owner, name.rpartition(".")[2], value.clone().to(old.device))
-        for name, value in state["counters"].items():
-            setattr(self, name, value)
+        for name in ("updates", "skipped", "seconds"):
+            setattr(self, name, state["counters"][name])
         self.set_extra_state(copy.deepcopy(state["extra"]))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Method":
+        """Where the parameters go, `to` a device or dtype, the optimizer's moments and memory go along."""
+        super()._apply(fn, recurse)
+        for moments in self.optimizer.state.values() if self.optimizer is not None else ():
+            for name, value in moments.items():
+                if isinstance(value, Tensor) and value.ndim:
+                    moments[name] = fn(value)
+        return self
 
     def _own_buffers(self) -> dict[str, Tensor]:
         return {name: b for name, b in self.named_buffers() if not name.startswith("model.")}
@@ -148,6 +185,15 @@ class Method(nn.Module):
     def _remember_start(self) -> None:
         if self._start is None:
             self._start = self.state_dict()
+
+
+def _kinds(optimizer: Any) -> Iterable[str]:
+    """The names of an optimizer, of its generator and of the optimizer inside it."""
+    if optimizer is not None:
+        yield type(optimizer).__name__
+        if hasattr(optimizer, "generator"):
+            yield f"generator {fingerprint(optimizer.generator.state_dict())}"
+        yield from _kinds(getattr(optimizer, "base", None))
 
 
 class GradientMethod(Method):

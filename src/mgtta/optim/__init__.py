@@ -31,7 +31,7 @@ def optimizer_factory(
     if name == "adam":
         return partial(Adam, lr=lr)
     if name == "mgg":
-        if not isinstance(generator, MetaGradientGenerator):
+        if isinstance(generator, str | os.PathLike):
             generator = load_generator(generator)
         return partial(MGG, generator=generator, lr=lr)
     raise unknown("optimizer", name, OPTIMIZERS)

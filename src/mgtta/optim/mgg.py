@@ -14,6 +14,8 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from mgtta.generator import MetaGradientGenerator
 
+BETAS, EPS = (0.9, 0.99), 1e-8  # appendix B.1
+
 
 def generator_inputs(
     grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, betas: tuple[float, float], eps: float
@@ -43,8 +45,8 @@ class MGG(Optimizer):
         params: ParamsT,
         generator: MetaGradientGenerator,
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.99),
-        eps: float = 1e-8,
+        betas: tuple[float, float] = BETAS,
+        eps: float = EPS,
     ):
         if not isinstance(generator, MetaGradientGenerator):
             raise TypeError(
@@ -57,13 +59,19 @@ class MGG(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         settings = {**self.defaults, **param_group}
         lr, betas, eps = settings["lr"], settings["betas"], settings["eps"]
-        if not lr >= 0:
-            raise ValueError(f"lr must be at least 0, not {lr}")
+        if not 0 <= lr < float("inf"):
+            raise ValueError(f"lr must be finite and at least 0, not {lr}")
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas must be two numbers in [0, 1), not {betas}")
-        if not eps >= 0:
-            raise ValueError(f"eps must be at least 0, not {eps}")
+        if not eps > 0:
+            raise ValueError(f"eps must be above 0, not {eps}")
         super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            if p.dtype not in (torch.float32, torch.float64):
+                raise TypeError(
+                    f"MGG moves float32 or float64 parameters, not {p.dtype}, in which small updates are rounded "
+                    "away: keep the parameters that adapt in float32"
+                )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -82,8 +90,8 @@ class MGG(Optimizer):
         for p in group["params"]:
             if p.grad is None:
                 continue
-            if p.grad.is_sparse or p.is_complex():
-                raise TypeError("MGG takes dense, real parameters and gradients")
+            if p.grad.is_sparse:
+                raise TypeError("MGG takes dense gradients")
             state = self.state[p]
             if not state:
                 state["step"] = torch.zeros(())
@@ -116,11 +124,15 @@ class MGG(Optimizer):
         return {**super().__getstate__(), "generator": self.generator}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
         width = self.generator.memory.width
-        for state in state_dict["state"].values():
-            if "memory" not in state or state["memory"].shape[-1] != width:
+        for index, state in state_dict["state"].items():
+            size = params[index].numel() if index < len(params) else -1
+            if "memory" not in state or state["memory"].shape != (size, width) or state["exp_avg"].numel() != size:
                 raise ValueError(
                     f"this state was not written by MGG with a {self.generator.memory_kind} generator of hidden "
-                    f"size {self.generator.hidden_size}: load it with the generator that it was saved with"
+                    f"size {self.generator.hidden_size} for these parameters: load it with the ones it was saved with"
                 )
+        if not all({"lr", "betas", "eps"} <= group.keys() for group in state_dict["param_groups"]):
+            raise ValueError("this state was not written by MGG: its groups have other settings")
         super().load_state_dict(state_dict)
