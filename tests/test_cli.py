@@ -58,7 +58,8 @@ from mgtta.cli import app
 try:
     app()
 except SystemExit:
-    assert "torch" not in sys.modules
+    pass
+assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -165,6 +166,45 @@ def test_list_and_doctor(run):
     assert torch.__version__.split("+")[0] in out
 
 
+@pytest.mark.parametrize("missing", ["torch", "timm", "cma"])
+def test_doctor_names_what_is_missing(missing):
+    code = f"""
+import importlib.metadata, sys
+sys.modules[{missing!r}] = None
+version = importlib.metadata.version
+def hidden(name):
+    if name == {missing!r}:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+importlib.metadata.version = hidden
+sys.argv = ["mgtta", "doctor"]
+from mgtta.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert f"pip install {missing}" in done.stdout
+    assert "matching" not in done.stdout
+
+
+def test_a_terminated_run_leaves_nothing_half_written(folder, tmp_path):
+    words = ["adapt", str(folder), "--model", "glyphs_vit", "--source", "glyphs_vit", "--device", "cpu"]
+    code = f"""
+import os, signal, sys
+from mgtta import cli, predictions
+write = predictions.PredictionWriter.write
+def stopped(self, batch, logits):
+    write(self, batch, logits)
+    os.kill(os.getpid(), signal.SIGTERM)
+predictions.PredictionWriter.write = stopped
+sys.argv = ["mgtta", *{words!r}, "--out", {str(tmp_path / "out" / "p.csv")!r}]
+cli.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 143, done.stderr
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -175,6 +215,11 @@ def test_list_and_doctor(run):
         (["--model", "glyphs_vti"], "timm has no model"),
         (["--source", "nowhere.safetensors"], "nowhere.safetensors"),
         (["--start", "nowhere"], "there is no file nowhere"),
+        (["--set", "lr=abc"], "lr must be a number, not 'abc'"),
+        (["--set", "max_updates=1.5"], "max_updates must be a whole number"),
+        (["--device", "cuda:99"], "--device cpu"),
+        (["--num-classes", "5"], "num_classes"),
+        (["--checkpoint", "nowhere.pth"], "nowhere.pth"),
     ],
 )
 def test_errors_are_one_line_that_names_the_remedy(run, folder, tmp_path, change, message):
@@ -246,8 +291,12 @@ def test_bench_prints_a_table_and_keeps_records(run, tmp_path, monkeypatch):
     assert "learning-rate, mixed" in err
 
 
+def test_demo_refuses_nothing(run):
+    assert "at least 1" in run("demo", "--images", 0, "--device", "cpu")[2]
+
+
 def test_demo_prints_a_table(run):
-    code, out, err = run("demo", "--images", 4, "--methods", "noadapt,eq7_sgd", "--device", "cpu")
+    code, out, err = run("demo", "--images", 4, "--methods", "noadapt, eq7_sgd", "--device", "cpu")
     assert code == 0, err
     assert "jpeg_compression" in out
     assert "mean" in out

@@ -6,8 +6,12 @@ import torch
 from conftest import confident_vit, images, random_generator, vit
 
 import mgtta
+from mgtta.data.corruptions import VALIDATION_CORRUPTIONS, corrupt
+from mgtta.data.glyphs import Glyphs
+from mgtta.data.streams import stream
+from mgtta.evaluation import Record
 from mgtta.losses import objective
-from mgtta.meta import _Trainer
+from mgtta.meta import _Trainer, shifted_images
 from mgtta.optim.mgg import generator_inputs
 
 
@@ -180,21 +184,47 @@ class Labelled(tuple):
         self.x, self.y, self.domain = x, y, domain
 
 
-def test_the_best_generator_is_kept(model, source, monkeypatch):
-    scores = iter([1.0, 5.0, 2.0, 4.0])
+@pytest.mark.parametrize("scores", [[1.0, 5.0, 2.0, 4.0], [float("nan"), 5.0, 5.0, 4.0]])
+def test_the_best_generator_is_kept(model, source, monkeypatch, scores):
+    """The judging is real but for the figure that the evaluation gives."""
+    figures = iter(scores)
     seen = []
 
-    def judge(trainer, validation, lr):
-        score = next(scores)
-        trainer.scores.append(score)
-        seen.append(copy.deepcopy(trainer.generator.state_dict()))
-        if not trainer.best or score > trainer.best["score"]:
-            trainer.best = {"score": score, "step": trainer.step, "weights": seen[-1]}
+    def evaluated(method, validation):
+        seen.append(copy.deepcopy(method.optimizer.generator.state_dict()))
+        return [Record("mgtta", "d", top1=next(figures))]
 
-    monkeypatch.setattr(_Trainer, "judge", judge)
-    best = mgtta.meta_train(model, source, images(4), steps=8, progress=False)
+    monkeypatch.setattr("mgtta.meta.evaluate", evaluated)
+    best = mgtta.meta_train(model, source, images(4), steps=8, validation=["batches"], progress=False)
     assert best.about["best"] == {"step": 4, "score": 5.0}
     assert all(torch.equal(t, seen[1][name]) for name, t in best.state_dict().items())
+
+
+def test_a_run_belongs_to_its_images_and_its_start_but_may_be_prolonged(tmp_path, model, source):
+    run = tmp_path / "run"
+    options = {"checkpoint": run, "progress": False}
+    mgtta.meta_train(model, source, shifted(0, 8), steps=4, **options)
+    for change in ({"images": shifted(1, 8)}, {"images": shifted(0, 8), "generator": random_generator()}):
+        with pytest.raises(ValueError, match="other settings"):
+            mgtta.meta_train(model, source, change.pop("images"), steps=4, **change, **options)
+    longer = mgtta.meta_train(model, source, shifted(0, 8), steps=8, **options)
+    straight = mgtta.meta_train(model, source, shifted(0, 8), steps=8, progress=False)
+    assert all(torch.equal(a, b) for a, b in zip(longer.parameters(), straight.parameters(), strict=True))
+
+
+def test_shifted_images_are_different_ones_of_many_classes():
+    data = Glyphs(300)
+    x = shifted_images(data, 40, seed=1)
+    assert x.shape == (40, 3, 48, 48)
+    assert torch.equal(x, shifted_images(data, 40, seed=1))
+    assert not torch.equal(x, shifted_images(data, 40, seed=2))
+    order = torch.cat([batch.index for batch in stream(data, batch_size=40, first=40, seed=1)])
+    for i, name in enumerate(VALIDATION_CORRUPTIONS):  # ten images each, none of them twice
+        mine = order[i::4]
+        clean = torch.stack([data[int(j)][0] for j in mine])
+        assert torch.equal(x[10 * i : 10 * i + 10], corrupt(clean, name, index=mine, seed=1))
+    assert len(order.unique()) == 40
+    assert len(data.labels[order].unique()) > 10
 
 
 def test_seeded_and_nothing_else_moves(model, source):
@@ -224,6 +254,10 @@ def test_bad_batches_are_skipped_and_counted(model, source):
 def test_bad_arguments(model, source):
     with pytest.raises(ValueError, match="at least one image"):
         mgtta.meta_train(model, source, torch.rand(0, 3, 32, 32))
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        mgtta.meta_train(model, source, images(4), steps=0)
+    with pytest.raises(ValueError, match="finite objective"):
+        mgtta.meta_train(model, source, images(4) * float("nan"), steps=2, progress=False)
     with pytest.raises(ValueError, match="batch_size"):
         mgtta.meta_train(model, source, images(4), batch_size=0)
     with pytest.raises(ValueError, match="other weights"):

@@ -1,7 +1,11 @@
 """THE loop: a method over a stream -> one record for each domain."""
 
+import re
+import resource
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +29,12 @@ class Record:
     batches: int = 0
     updates: int = 0
     skipped: int = 0
-    seconds: float = 0.0  # in the method, predicting and adapting
+    seconds: float = 0.0  # in the method, predicting and adapting; on a GPU, true with evaluate's `timing` alone
+    predict_seconds: float = 0.0  # of these, until the network has given its first logits of each batch
+    adapt_seconds: float = 0.0  # and the rest
     peak_memory: int | None = None  # bytes that torch held on the GPU at most
+    process_peak_memory: int = 0  # bytes of main memory that the whole process has held at most, since it began
+    remaining: float | None = None  # top1 of the images that came after the method's budget was spent
     top1: float | None = None
     top5: float | None = None
     ece: float | None = None
@@ -44,6 +52,7 @@ def evaluate(
     reset: str = "domain",
     *,
     on_batch: Callable[[Record, Any, Tensor], None] | None = None,
+    timing: bool = False,
 ) -> list[Record]:
     """Run the method over the stream of Batch(x, y, domain, index).
 
@@ -51,27 +60,42 @@ def evaluate(
         reset: "domain", before each domain; or "never": goes on from where the method stands, the continual
             setting.
         on_batch: called after each batch with the record as it stands, the batch and its logits.
+        timing: wait for the GPU at each reading of the clock, so that times are true; a little slower.
     """
     if reset not in RESETS:
         raise unknown("reset", reset, RESETS)
+    with _Clock(method, timing) as clock:
+        return _evaluate(method, stream, reset, on_batch, clock)
+
+
+def _evaluate(
+    method: Method,
+    stream: Iterable[Any],
+    reset: str,
+    on_batch: Callable[[Record, Any, Tensor], None] | None,
+    clock: "_Clock",
+) -> list[Record]:
     records: list[Record] = []
-    hits5 = 0
     for batch in stream:
         if not records or records[-1].domain != batch.domain:
             if reset == "domain":
                 method.reset()
             records.append(Record(method.name, batch.domain))
-            hits5 = 0
-            before = method.updates, method.skipped, method.seconds
+            hits5 = left = left_hits = 0
+            before = method.updates, method.skipped
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
         record = records[-1]
-        logits = method(batch.x)
+        spent = method.spent
+        logits, predicting, adapting = clock(batch.x)
         record.images += len(logits)
         record.batches += 1
         record.sizes.append(len(logits))
         record.updates, record.skipped = method.updates - before[0], method.skipped - before[1]
-        record.seconds = method.seconds - before[2]
+        record.predict_seconds += predicting
+        record.adapt_seconds += adapting
+        record.seconds = record.predict_seconds + record.adapt_seconds
+        record.process_peak_memory = process_peak_memory()
         if logits.is_cuda:
             record.peak_memory = torch.cuda.max_memory_allocated(logits.device)
         if batch.y is not None:
@@ -82,6 +106,50 @@ def evaluate(
             record.top1 = 100 * sum(record.curve) / record.labelled
             record.top5 = 100 * hits5 / record.labelled
             record.ece = expected_calibration_error(record.bins)
+            if spent:
+                left, left_hits = left + len(logits), left_hits + record.curve[-1]
+                record.remaining = 100 * left_hits / left
         if on_batch is not None:
             on_batch(record, batch, logits)
     return records
+
+
+class _Clock:
+    """Calls a method and says how long it took until the network had given its first logits, and from then on."""
+
+    def __init__(self, method: Method, synchronise: bool):
+        self.method, self.synchronise = method, synchronise and torch.cuda.is_available()
+        self.first: float | None = None
+
+    def __enter__(self) -> "_Clock":
+        self.handle = self.method.model.net.register_forward_hook(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.handle.remove()
+
+    def _note(self, *_: object) -> None:
+        if self.first is None:
+            self.first = self._now()
+
+    def _now(self) -> float:
+        if self.synchronise:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, float, float]:
+        self.first = None
+        began = self._now()
+        logits = self.method(x)
+        ended = self._now()
+        first = self.first or ended
+        return logits, first - began, ended - first
+
+
+def process_peak_memory() -> int:
+    """Bytes of main memory that this process has held at most."""
+    try:  # unlike ru_maxrss, it does not count what the parent held
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    except OSError:
+        found = None
+    return 1024 * (int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -7,7 +7,7 @@ table has a row for each method and a column for each domain, or for each value 
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import resources
@@ -582,7 +582,7 @@ def markdown_report(found: Sequence[Section]) -> str:
         for table in beside(section):
             parts += [f"Published, Table {table.table}" if table.table[0].isdigit() else f"Published, {table.table}"]
             parts += ["", "Not on the same footing: " + _markdown("; ".join(table.differs)) + ".", ""]
-            parts += _markdown_beside(table) + [""]
+            parts += [*_markdown_beside(table), ""]
         commands = unique((record.get("protocol") or {}).get("command") for record in section.records)
         parts += ["To repeat it:", "", *(f"    {str(c).replace(chr(10), ' ')}" for c in commands if c), ""]
     return "\n".join(parts)
@@ -631,6 +631,3 @@ def _markdown_beside(table: Beside) -> list[str]:
 def latex_report(found: Sequence[Section]) -> str:
     """All sections' tables, to be included in a document."""
     return "% needs \\usepackage{booktabs}\n\n" + "\n\n".join(_latex_table(section) for section in found) + "\n"
-
-
-Renderer = Callable[[Sequence[Section]], str]
