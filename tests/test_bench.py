@@ -1,20 +1,61 @@
 import dataclasses
+import json
+import subprocess
+import sys
+import tarfile
+import threading
 
 import pytest
+import torch
+from PIL import Image
 
-from mgtta import bench
-from mgtta.bench import Cell, Lab, Options, Setup, chosen, experiment_cells, rates, run_cells, sweep_cells
+import mgtta
+from mgtta import bench, experiments
+from mgtta.bench import Lab, Watch, run_cells, run_experiment
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
+from mgtta.data.datasets import open_dataset
+from mgtta.data.glyphs import CLASSES, Glyphs
+from mgtta.data.held import STAND_INS, Held, Room
+from mgtta.experiments import (
+    EXPERIMENTS,
+    QUICK,
+    Cell,
+    Options,
+    Setup,
+    Training,
+    experiment_cells,
+    rates,
+    sweep_cells,
+    tuned,
+    variant,
+)
 from mgtta.recipes import RECIPES
-from mgtta.report import markdown
 from mgtta.store import Store
 
 SMALL = Setup(images=6)
 FEW = [Cell("corruptions", m, (c,), batch_size=3) for c in ("contrast", "fog") for m in ("noadapt", "eq7_sgd")]
+TINY = Training(images=4, hidden_size=2, steps=2)
+CLOCK = ("seconds", "predict_seconds", "adapt_seconds", "process_peak_memory", "protocol")
 
 
 def without_timing(records):
-    return [{**r, "seconds": None, "protocol": None} for r in records]
+    return [{key: value for key, value in record.items() if key not in CLOCK} for record in records]
+
+
+@pytest.fixture
+def two_corruptions(monkeypatch):
+    monkeypatch.setattr(experiments, "CORRUPTIONS", ("fog", "contrast"))
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The cells that were really run."""
+    run, ran = Lab.run, []
+    monkeypatch.setattr(Lab, "run", lambda lab, cell: (ran.append(cell), run(lab, cell))[1])
+    return ran
+
+
+# --- records
 
 
 def test_records_hold_figures_and_protocol(tmp_path):
@@ -29,37 +70,339 @@ def test_records_hold_figures_and_protocol(tmp_path):
         assert 0 <= r["ece"] <= 100
         assert sum(row[0] for row in r["bins"]) == 6
         assert r["updates"] == (0 if r["method"] == "noadapt" else 2)
-        assert r["protocol"]["mean"] == [0.5, 0.5, 0.5]
-        assert {"weights", "data", "corruptions", "versions", "command", "device"} <= r["protocol"].keys()
-    table = markdown(records)
-    assert "| method | contr | fog | mean |" in table
-    assert table.count("\n") == 3
+        assert r["seconds"] == pytest.approx(r["predict_seconds"] + r["adapt_seconds"])
+        assert r["process_peak_memory"] > 10**7
+        protocol = r["protocol"]
+        assert protocol["mean"] == [0.5, 0.5, 0.5]
+        assert protocol["corruptions"].startswith("mgtta, on the fly")
+        assert protocol["images"] == 6
+        assert {"weights", "data", "order", "reset", "seed", "versions", "command", "device"} <= protocol.keys()
+        json.dumps(r)
+    adapting = [r["adapt_seconds"] for r in records]
+    assert adapting[0] < adapting[1]
+    assert adapting[0] < records[0]["predict_seconds"]
 
 
-def test_finished_cells_are_not_run_again_and_a_stopped_run_goes_on(tmp_path, monkeypatch):
-    run = Lab.run
-    ran = []
+def test_finished_cells_are_not_run_again_and_a_stopped_run_goes_on(tmp_path, monkeypatch, counted):
+    counting = Lab.run
 
-    def stopping(lab, cell, on_batch=None):
-        if len(ran) == 2:
+    def stopping(lab, cell):
+        if len(counted) == 2:
             raise KeyboardInterrupt
-        ran.append(cell)
-        return run(lab, cell, on_batch)
+        return counting(lab, cell)
 
     monkeypatch.setattr(Lab, "run", stopping)
     with pytest.raises(KeyboardInterrupt):
         run_cells(FEW, SMALL, Store(tmp_path))
     assert len(Store(tmp_path).cells()) == 2
-
-    def counting(lab, cell, on_batch=None):
-        ran.append(cell)
-        return run(lab, cell, on_batch)
-
     monkeypatch.setattr(Lab, "run", counting)
     records = run_cells(FEW, SMALL, Store(tmp_path))
-    assert ran == FEW
+    assert counted == FEW
     assert run_cells(FEW, SMALL, Store(tmp_path)) == records
-    assert ran == FEW
+    assert counted == FEW
+
+
+def test_work_that_several_experiments_ask_for_is_done_once_and_stored_for_each(tmp_path, counted):
+    cell = dataclasses.replace(FEW[0], experiment="budgets", max_updates=1)
+    cells = [FEW[0], cell, dataclasses.replace(cell, max_updates=2)]
+    records = run_cells(cells, SMALL, Store(tmp_path))
+    assert counted == FEW[:1]
+    assert [(r["experiment"], r["max_updates"]) for r in records] == [
+        ("corruptions", None), ("budgets", 1), ("budgets", 2),
+    ]  # fmt: skip
+    assert [r["remaining"] for r in records] == [None, 100 * records[0]["curve"][1] / 3, None]
+    again = [dataclasses.replace(FEW[0], experiment="ablation", chosen_from=(1.0, 2.0))]
+    [record] = run_cells(again, SMALL, Store(tmp_path))
+    assert counted == FEW[:1]
+    assert record["experiment"] == "ablation"
+    assert record["protocol"]["chosen_from"] == [1.0, 2.0]
+    assert record["top1"] == records[0]["top1"]
+    assert len(Store(tmp_path).records()) == 4
+
+
+def test_cells_that_share_a_stream_run_one_after_another(tmp_path, counted):
+    cells = [FEW[0], FEW[2], FEW[1], FEW[3]]
+    run_cells(cells, SMALL, Store(tmp_path))
+    assert counted == FEW
+
+
+def test_budgets_and_the_accuracy_of_what_remains(tmp_path):
+    cells = [
+        Cell("convergence", "eq7_sgd", ("fog",), batch_size=2, max_updates=1),
+        Cell("budgets", "eq7_sgd", ("fog",), batch_size=2, max_seconds=0.0),
+        Cell("budgets", "eq7_sgd", ("fog",), batch_size=2),
+    ]
+    one, none, all_ = run_cells(cells, SMALL, Store(tmp_path))
+    assert [r["updates"] for r in (one, none, all_)] == [1, 0, 3]
+    assert one["remaining"] == 100 * sum(one["curve"][1:]) / 4
+    assert none["remaining"] == none["top1"]
+    assert all_["remaining"] is None
+
+
+def test_keys_tell_work_apart():
+    cell = FEW[1]
+    same = [
+        cell.key(SMALL),
+        dataclasses.replace(cell, experiment="ablation", chosen_from=(1.0,)).key(SMALL),
+        cell.key(dataclasses.replace(SMALL, device="cuda")),
+    ]
+    assert len(set(same)) == 1
+    changes = [
+        {"seed": 1}, {"method": "tent"}, {"batch_size": 4}, {"settings": (("lr", 1.0),)}, {"max_updates": 3},
+        {"training": TINY}, {"training": Training()}, {"alone": True}, {"data": "elsewhere"}, {"max_seconds": 1.0},
+    ]  # fmt: skip
+    others = [dataclasses.replace(cell, **change).key(SMALL) for change in changes]
+    timed = dataclasses.replace(cell, alone=True).key(dataclasses.replace(SMALL, device="cuda"))
+    setups = [cell.key(Setup(images=7)), cell.key(Setup(model="resnet18"))]
+    assert len({*others, same[0], timed, *setups}) == len(changes) + 4
+    still = FEW[0]
+    assert still.key(SMALL) == dataclasses.replace(still, max_updates=3).key(SMALL)
+
+
+# --- experiments
+
+
+def test_experiments():
+    options = Options(["noadapt", "mgtta"], seeds=2, variants=[("imagenet-r", "r"), ("imagenet-sketch", "s")])
+    cells = {name: experiment_cells(name, options) for name in EXPERIMENTS}
+    assert len(cells["corruptions"]) == 15 * 2 * 2
+    assert {c.domains for c in cells["corruptions"]} == {(c,) for c in CORRUPTIONS}
+    assert {c.method for c in cells["ablation"]} == {"mgtta", "mgtta_lstm", "eq7_sgd", "eq7_adam"}
+    assert {c.domains[0] for c in cells["ablation"]} > {"imagenet-r", "imagenet-sketch", "fog"}
+    assert all(c.mixed and len(c.domains) == 15 for c in cells["mixed"])
+    assert {c.reset for c in cells["continual"]} == {"never"}
+    assert {c.batch_size for c in cells["small-batch"]} == {2, 4}
+    assert {dict(c.settings).get("lr") for c in cells["small-batch"] if c.method == "mgtta"} == {1e-4}
+    assert {c.max_updates for c in cells["budgets"]} >= {None, 10, 20, 35, 50, 75, 100, 200}
+    assert {c.max_seconds for c in cells["budgets"]} >= {None, 2.0, 5.0, 10.0, 20.0, 30.0, 50.0, 90.0}
+    assert {c.max_updates for c in cells["convergence"]} >= {0, 1, 50}
+    assert {c.training.images for c in cells["samples"]} == {64, 128, 256, 1000}
+    assert {c.training.hidden_size for c in cells["hidden-size"]} == {2, 4, 8, 16, 32, 64}
+    assert all(c.alone for c in cells["runtime"])
+    assert {c.max_updates for c in cells["runtime"] if c.method == "mgtta"} == {None, 20, 50, 100}
+    assert [c.key(SMALL) for c in cells["memory"]] == [c.key(SMALL) for c in cells["runtime"]]
+    for name in EXPERIMENTS:
+        assert len(set(cells[name])) == len(cells[name])
+    assert {c.experiment for c in cells["all"]} == EXPERIMENTS.keys() - {"all"}
+    with pytest.raises(ValueError, match="corruptions, hidden-size"):
+        experiment_cells("corruption", options)
+    with pytest.raises(ValueError, match="mgta"):
+        experiment_cells("corruptions", Options(["mgta"]))
+
+
+def test_variants_have_lambda_and_images_of_their_own():
+    found = experiment_cells("variants", Options(["tent", "mgtta"], variants=[variant("R=a"), variant("photos=b")]))
+    assert [(c.domains[0], c.data, c.severity, dict(c.settings)) for c in found] == [
+        ("imagenet-r", "a", 0, {}), ("imagenet-r", "a", 0, {"trade_off": 0.2}), ("photos", "b", 0, {}),
+        ("photos", "b", 0, {}),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="--variant imagenet-r=FOLDER"):
+        experiment_cells("variants", Options(["tent"]))
+    assert "variants" not in {c.experiment for c in experiment_cells("all", Options(["tent"]))}
+    with pytest.raises(ValueError, match="NAME=IMAGES"):
+        variant("imagenet-r")
+
+
+def test_budgets_beyond_the_stream_are_left_out():
+    found = experiment_cells("budgets", Options(["tent"], batches=12))
+    assert max(c.max_updates for c in found if c.max_updates) == 10
+
+
+def test_a_lstm_is_trained_beside_a_generator_that_is_not_shipped():
+    def training(generator):
+        cells = experiment_cells("ablation", Options(["mgtta"], generator=generator))
+        return {c.training for c in cells if c.method == "mgtta_lstm"}
+
+    assert training("imagenet") == {None}
+    assert training("mine.safetensors") == {Training(memory="lstm")}
+
+
+def test_every_experiment_runs_on_the_characters(tmp_path, two_corruptions):
+    """Everything but the two that start processes, and with hardly an image."""
+    quick = {**QUICK, "corruptions": ("fog",), "seconds": (0.01,), "samples": (4,), "rates": (1.0,), "sizes": (2, 4)}
+    options = Options(
+        ["mgtta"], variants=[(n, n) for n in STAND_INS], batches=2, **{**quick, "batch_size": 3, "training": TINY}
+    )
+    cells = [cell for cell in experiment_cells("all", options) if not cell.alone]
+    records = run_cells(cells, SMALL, Store(tmp_path))
+    assert {r["experiment"] for r in records} == EXPERIMENTS.keys() - {"all", "runtime", "memory"}
+    assert all(r["top1"] is not None for r in records)
+    sizes = {r["protocol"]["hidden_size"] for r in records if r["experiment"] == "hidden-size"}
+    assert sizes == {2, 4}
+    [mixed] = [r for r in records if r["experiment"] == "mixed"]
+    assert mixed["images"] == 12
+
+
+# --- sweeps
+
+
+def test_a_sweep_gives_every_contender_the_same_tries_on_the_validation_split():
+    counts = {name: len(rates(name)) for name in RECIPES}
+    assert set(counts.values()) == {0, 7}
+    options = Options(["noadapt", "tent", "mgtta"])
+    cells = sweep_cells([*experiment_cells("corruptions", options), *experiment_cells("small-batch", options)])
+    assert {c.split for c in cells} == {"validation"}
+    assert {c.domains[0] for c in cells} == set(VALIDATION_CORRUPTIONS)
+    tries = {
+        (m, b): sum(c.method == m and c.batch_size == b for c in cells) for m in ("tent", "mgtta") for b in (2, 64)
+    }
+    assert set(tries.values()) == {4 * 7}
+    assert not sweep_cells(experiment_cells("learning-rate", options))
+    assert {c.training for c in sweep_cells(experiment_cells("samples", options))} > {Training(images=64)}
+
+
+def test_the_best_mean_is_chosen_for_each_batch_size():
+    cells = [Cell("small-batch", "tent", ("fog",), batch_size=size) for size in (2, 4)]
+    sweep = sweep_cells(cells)
+    best = {2: rates("tent")[1], 4: rates("tent")[5]}
+    records = [{"top1": 50.0 if dict(c.settings)["lr"] == best[c.batch_size] else 40.0} for c in sweep]
+    for cell in tuned(cells, sweep, records):
+        assert dict(cell.settings) == {"lr": best[cell.batch_size]}
+        assert cell.chosen_from == tuple(rates("tent"))
+
+
+def test_a_swept_experiment_says_what_it_chose_from(tmp_path, two_corruptions, monkeypatch):
+    monkeypatch.setattr(experiments, "VALIDATION_CORRUPTIONS", ("saturate",))
+    monkeypatch.setattr(experiments, "rates", lambda method, factors=(): [1e-3, 1e-2])
+    records = run_experiment("corruptions", Options(["tent"]), Setup(images=2), Store(tmp_path), sweep=True)
+    assert [r["protocol"]["chosen_from"] for r in records] == [[1e-3, 1e-2]] * 2
+    tried = [r for r in Store(tmp_path).records() if r["experiment"] == "sweep"]
+    assert {r["settings"]["lr"] for r in tried} == {1e-3, 1e-2}
+    assert {r["split"] for r in tried} == {"validation"}
+
+
+# --- training
+
+
+def test_a_generator_is_trained_once_even_when_several_ask(tmp_path, monkeypatch):
+    train, trained = bench.meta_train, []
+
+    def counting(*args, **kwargs):
+        trained.append(kwargs)
+        return train(*args, **kwargs)
+
+    monkeypatch.setattr(bench, "meta_train", counting)
+    labs = [Lab(SMALL, tmp_path) for _ in range(2)]
+    paths = []
+    threads = [threading.Thread(target=lambda lab=lab: paths.append(lab.trained(TINY))) for lab in labs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(trained) == 1
+    assert len(set(paths)) == 1
+    generator = mgtta.load_generator(paths[0])
+    assert generator.about["training"]["images"] == 4
+    assert generator.hidden_size == 2
+    assert {p.suffix for p in paths[0].parent.iterdir()} == {".safetensors", ".lock"}
+    assert labs[0].trained(dataclasses.replace(TINY, seed=1)) != paths[0]
+
+
+def test_generator_train_trains_mgttas_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "Training", lambda: TINY)
+    setup = dataclasses.replace(SMALL, generator="train")
+    cells = [dataclasses.replace(FEW[0], method=m) for m in ("mgtta", "tent")]
+    mine, tent = run_cells(cells, setup, Store(tmp_path))
+    assert mine["protocol"]["generator"].startswith("trained: ")
+    assert mine["protocol"]["training_images"] == 4
+    assert tent["protocol"]["generator"] is None
+
+
+# --- data
+
+
+def write_tree(root, folder_of, n=12):
+    glyphs = Glyphs(n)
+    for i in range(n):
+        image, label = glyphs[i]
+        path = root / folder_of(label) / f"{i:02}.JPEG"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(path, format="PNG")
+    return root
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A folder for each of the 30 characters, so that labels fit the embedded model."""
+    root = write_tree(tmp_path / "tree", lambda label: CLASSES[label])
+    for name in CLASSES:
+        (root / name).mkdir(exist_ok=True)
+    return root
+
+
+def test_image_trees_and_tars_are_decoded_once(tree, tmp_path, monkeypatch):
+    for part in range(2):
+        with tarfile.open(tmp_path / f"images-{part}.tar", "w") as tar:
+            for path in sorted(tree.rglob("*.JPEG"))[part::2]:
+                (tmp_path / "label").write_text(str(CLASSES.index(path.parent.name)))
+                tar.add(path, f"{path.stem}.jpeg")
+                tar.add(tmp_path / "label", f"{path.stem}.cls")
+    decoded = []
+    decode = mgtta.data.datasets.decode
+    monkeypatch.setattr("mgtta.data.datasets.decode", lambda *a, **k: (decoded.append(1), decode(*a, **k))[1])
+    cells = [Cell("corruptions", "noadapt", (c,), batch_size=4) for c in ("contrast", "fog")]
+    found = {}
+    for data in (str(tree), str(tmp_path / "images-{0..1}.tar")):
+        decoded.clear()
+        found[data] = run_cells(cells, Setup(data=data), Store(tmp_path / f"run{len(found)}"))
+        assert len(decoded) == 12
+        assert [r["images"] for r in found[data]] == [12, 12]
+        assert {r["protocol"]["data"] for r in found[data]} == {data}
+    trees, tars = found.values()
+    assert sum(trees[0]["curve"]) == sum(tars[0]["curve"]) > 8
+
+
+def test_published_imagenet_c_is_read_and_named_so(tmp_path):
+    synsets = sorted(mgtta.data.datasets.synsets())
+    for name in ("fog", "contrast"):
+        write_tree(tmp_path / "c" / name / "5", lambda label: synsets[label % 3], n=4)
+    lab = Lab(Setup(data=str(tmp_path / "c"), images=3), tmp_path)
+    cell = Cell("corruptions", "noadapt", ("fog",), batch_size=2)
+    [record] = lab.run(cell)
+    assert record["protocol"]["corruptions"] == "as published"
+    assert record["images"] == 3
+    with pytest.raises(ValueError, match="contrast, fog"):
+        lab.run(dataclasses.replace(cell, domains=("snow",)))
+
+
+def test_variants_are_scored_in_their_own_classes(tmp_path):
+    cells = [Cell("variants", "eq7_sgd", (n,), severity=0, data=n) for n in STAND_INS]
+    lab = Lab(SMALL, tmp_path)
+    few, sketched = (lab.run(cell)[0] for cell in cells)
+    assert few["domain"] == "glyphs-inverted"
+    assert few["protocol"]["corruptions"] is None
+    assert lab.model(lab.images("test", "glyphs-inverted")).num_classes == 10
+    assert lab.model(lab.images("test", "glyphs-sketch")).num_classes == 30
+    assert sketched["images"] == 6
+
+
+def test_missing_or_unfit_data_is_named(tmp_path, tree, monkeypatch):
+    monkeypatch.setattr(bench, "IMAGES", 8)
+    cell = dataclasses.replace(FEW[1], split="validation")
+    with pytest.raises(ValueError, match="--validation"):
+        Lab(Setup(data=str(tree)), tmp_path).run(cell)
+    with pytest.raises(ValueError, match="are the test images"):
+        Lab(Setup(data=str(tree), validation=str(tree)), tmp_path)
+    (tree / "another").mkdir()
+    with pytest.raises(ValueError, match="31 classes, glyphs_vit has 30"):
+        Lab(Setup(data=str(tree)), tmp_path).run(FEW[0])
+    with pytest.raises(ValueError, match="9 validation images, and there are 8"):
+        Lab(SMALL, tmp_path).trained(Training(images=9))
+
+
+def test_held_images_stay_within_their_room(tree):
+    images = open_dataset(tree, size=48)
+    held = Held(images, Room(2 * 3 * 48 * 48))
+    first = held[0][0]
+    assert held[0][0] is first
+    assert held[1][0] is held[1][0]
+    assert held[2][0] is not held[2][0]
+    assert torch.equal(held[2][0], images[2][0])
+    assert held.labels is images.labels
+    assert len(held) == 12
+
+
+# --- workers
 
 
 @pytest.mark.slow
@@ -69,62 +412,45 @@ def test_worker_processes_give_the_same_records(tmp_path):
     assert without_timing(here) == without_timing(there)
 
 
-def test_keys_tell_work_apart():
-    cell = FEW[0]
-    same = [
-        dataclasses.replace(cell, experiment="ablation").key(SMALL),
-        cell.key(dataclasses.replace(SMALL, device="cuda")),
-    ]
-    assert set(same) == {cell.key(SMALL)}
-    others = [
-        dataclasses.replace(cell, **change).key(SMALL)
-        for change in (
-            {"seed": 1},
-            {"method": "tent"},
-            {"batch_size": 4},
-            {"settings": (("lr", 1.0),)},
-            {"max_updates": 3},
-        )
-    ]
-    assert len({*others, *same, cell.key(Setup(images=7)), cell.key(Setup(model="resnet18"))}) == 8
+@pytest.mark.slow
+def test_what_is_measured_runs_alone(tmp_path):
+    class Listening(Watch):
+        def note(self, text):
+            notes.append(text)
+
+    notes: list[str] = []
+    cells = [Cell("runtime", "eq7_sgd", ("fog", "contrast"), batch_size=3, alone=True)]
+    cells += [dataclasses.replace(cells[0], experiment="memory")]
+    records = run_cells(cells, SMALL, Store(tmp_path), watch=Listening())
+    assert [r["experiment"] for r in records] == ["runtime"] * 2 + ["memory"] * 2
+    assert [r["updates"] for r in records] == [2] * 4
+    assert notes == ["eq7_sgd in a process of its own"]
+    assert records[0]["process_peak_memory"] > 10**8
 
 
-def test_experiments():
-    options = Options(["noadapt", "mgtta"], seeds=2, settings={"mgtta": {"lr": 5e-3}})
-    cells = experiment_cells("corruptions", options)
-    assert len(cells) == 15 * 2 * 2
-    assert {c.domains for c in cells} == {(c,) for c in CORRUPTIONS}
-    assert {c.settings for c in cells if c.method == "mgtta"} == {(("lr", 5e-3),)}
-    assert {c.method for c in experiment_cells("ablation", options)} == {"mgtta", "mgtta_lstm", "eq7_sgd", "eq7_adam"}
-    [mixed, *_] = experiment_cells("mixed", options)
-    assert mixed.mixed
-    assert len(mixed.domains) == 15
-    assert {c.reset for c in experiment_cells("continual", options)} == {"never"}
-    assert {c.batch_size for c in experiment_cells("small-batch", options)} == {2, 4}
-    assert {c.max_updates for c in experiment_cells("budgets", options)} >= {10, 20}
-    for name in bench.EXPERIMENTS:
-        assert len(set(experiment_cells(name, options))) == len(experiment_cells(name, options))
-    with pytest.raises(ValueError, match="corruptions, learning-rate"):
-        experiment_cells("corruption", options)
-
-
-def test_a_sweep_gives_every_method_the_same_tries_on_the_validation_split():
-    counts = {name: len(rates(name)) for name in RECIPES}
-    assert set(counts.values()) == {0, 7}
-    assert counts["mgtta"] == counts["tent"] == counts["eq7_adam"] == 7
-    cells = sweep_cells(["tent", "mgtta"])
-    assert {c.split for c in cells} == {"validation"}
-    assert {c.domains[0] for c in cells} == set(VALIDATION_CORRUPTIONS)
-
-
-def test_chosen_takes_the_best_mean():
-    tried = {0.1: [50, 10], 0.2: [31, 31], 0.3: [0, 40]}
-    records = [{"method": "tent", "settings": {"lr": lr}, "top1": t} for lr, ts in tried.items() for t in ts]
-    assert chosen(records) == {"tent": {"lr": 0.2}}
-
-
-def test_missing_data_is_named(tmp_path):
-    lab = Lab(SMALL)
-    lab.data["validation"] = None
-    with pytest.raises(ValueError, match="validation images are needed"):
-        lab.run(dataclasses.replace(FEW[0], split="validation"))
+@pytest.mark.slow
+def test_an_interrupt_leaves_a_store_to_go_on_from(tmp_path):
+    """Ctrl-C of the whole process group, as a terminal sends it, while workers are busy."""
+    code = """
+import os, signal, sys
+from mgtta.progress import Lines
+finish = Lines.cell
+def cell(self, *arguments):
+    finish(self, *arguments)
+    os.killpg(0, signal.SIGINT)
+Lines.cell = cell
+sys.argv = ["mgtta", "bench", "corruptions", "--methods", "noadapt", "--images", "2", "--workers", "2", "--json",
+            "--out", sys.argv[1], "--device", "cpu"]
+from mgtta.cli import main
+if __name__ == "__main__":
+    main()
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    command = [sys.executable, str(script), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
+    assert done.returncode == 130, done.stderr
+    assert "the same command goes on" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(Store(tmp_path / "run").cells()) >= 1
+    assert [json.loads(line)["event"] for line in done.stdout.splitlines()][:2] == ["start", "record"]

@@ -279,16 +279,55 @@ def test_corrupt_writes_a_tree(run, folder, tmp_path):
 
 
 def test_bench_prints_a_table_and_keeps_records(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("mgtta.bench.CORRUPTIONS", ("fog", "contrast"))
+    monkeypatch.setattr("mgtta.experiments.CORRUPTIONS", ("fog", "contrast"))
     words = ("bench", "corruptions", "--methods", "noadapt,tent", "--images", 4, "--out", tmp_path, "--device", "cpu")
     code, out, err = run(*words)
     assert code == 0, err
     assert "| method | fog | contr | mean |" in out
     assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 4
     assert run(*words)[1] == out
-    code, _, err = run("bench", "corruption", "--out", tmp_path)
+    code, out, err = run(*words, "--json")
+    assert code == 0, err
+    events = [json.loads(line) for line in out.splitlines()]
+    assert [e["event"] for e in events] == ["start", *["record"] * 4, "end"]
+    assert events[0] == {"event": "start", "experiment": "corruptions", "cells": 4, "finished": 4}
+    assert {e["fresh"] for e in events[1:5]} == {False}
+    assert events[1]["protocol"]["command"].startswith("mgtta bench corruptions --methods noadapt,tent")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["corruption"], "hidden-size, learning-rate"),
+        (["corruptions", "--methods", "mgta"], "unknown recipe"),
+        (["variants", "--data", "nowhere"], "--variant imagenet-r=FOLDER"),
+        (["variants", "--variant", "imagenet-r"], "NAME=IMAGES"),
+        (["corruptions", "--data", "nowhere", "--methods", "noadapt"], "nowhere"),
+    ],
+)
+def test_bench_errors_name_the_remedy(run, tmp_path, words, message):
+    code, _, err = run("bench", *words, "--out", tmp_path, "--device", "cpu")
     assert code == 2
-    assert "learning-rate, mixed" in err
+    assert err.splitlines()[-1].startswith("error: ")
+    assert message in err
+
+
+def test_bench_stopped_by_ctrl_c_says_how_to_go_on(run, tmp_path, monkeypatch):
+    def stop(lab, cell):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mgtta.bench.Lab.run", stop)
+    code, out, err = run("bench", "corruptions", "--images", 2, "--out", tmp_path, "--device", "cpu")
+    assert code == 130
+    assert "0 finished cells" in err
+    assert "the same command goes on" in err
+    assert out == ""
+
+
+def test_the_bench_commands_help_names_all_experiments():
+    from mgtta.experiments import EXPERIMENTS
+
+    assert set(cli.EXPERIMENTS) == set(EXPERIMENTS)
 
 
 def test_demo_refuses_nothing(run):

@@ -10,10 +10,12 @@ import mgtta
 ROOT = Path(mgtta.__file__).parent
 ORDER = [
     "__init__", "errors", "shipped", "files", "_timm",
-    "data.images", "data.shards", "data.corruptions", "data.datasets", "data.glyphs", "data.held", "data.streams", "data.export",
+    "data.images", "data.shards", "data.corruptions", "data.datasets", "data.glyphs", "data.held",
+    "data.streams", "data.export",
     "augment", "params", "taps", "models", "losses", "source", "fisher", "generator", "checkpoint",
     "optim.mgg", "optim", "methods.base", "methods",
-    "recipes", "metrics", "evaluation", "meta", "store", "workers", "experiments", "bench", "progress", "report", "predictions",
+    "recipes", "metrics", "evaluation", "meta", "store", "workers", "experiments", "bench", "progress",
+    "report", "page", "predictions",
     "listing", "demo", "cli", "__main__",
 ]  # fmt: skip
 

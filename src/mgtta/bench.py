@@ -1,319 +1,393 @@
-"""The paper's experiments as cells: a cell is one method on one stream with one seed, and is never run twice.
+"""Runs the cells of experiments: those that the store does not hold yet, here or in worker processes.
 
-`mgtta bench NAME` makes the cells of an experiment, runs those that the store does not hold yet, here or in worker
-processes, and appends their records.
+A run's folder has the records (`records.jsonl`) and the generators that were trained for it (`generators/`).
 """
 
 import dataclasses
-import hashlib
-import json
+import fcntl
 import platform
+import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
-from functools import cached_property
-from multiprocessing import get_context
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mgtta import __version__
 from mgtta._timm import timm
-from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS, frost_source
-from mgtta.data.datasets import open_dataset
+from mgtta.checkpoint import save_generator
+from mgtta.data.corruptions import frost_source
+from mgtta.data.datasets import KINDS, is_imagenet_c, open_dataset, synsets
 from mgtta.data.glyphs import TEST_SEED, VALIDATION_SEED, Glyphs
+from mgtta.data.held import STAND_INS, Held, Room
 from mgtta.data.streams import Domain, corrupted, stream
-from mgtta.errors import unknown
 from mgtta.evaluation import Record, evaluate
+from mgtta.experiments import (
+    EMBEDDED,
+    STILL,
+    Cell,
+    Options,
+    Setup,
+    Training,
+    digest,
+    experiment_cells,
+    sweep_cells,
+    tuned,
+)
 from mgtta.fisher import Fisher, fisher_information
+from mgtta.meta import meta_train, shifted_images
 from mgtta.models import Classifier, load_model
 from mgtta.recipes import create, needs_source, recipe_settings
 from mgtta.source import SourceStatistics, load_source, source_statistics
 from mgtta.store import Store
+from mgtta.workers import spread
 
-EMBEDDED = "glyphs_vit"
-RATES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # a sweep's tries, times the recipe's own learning rate
-CACHED_BYTES = 2**31  # a stream up to this size is kept for the cells that share it
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What all cells of a run share, as plain values: a worker process builds the rest from it."""
-
-    model: str = EMBEDDED
-    checkpoint: str | None = None
-    data: str | None = None  # the test images; None: the embedded characters
-    validation: str | None = None  # other images: source statistics and sweeps
-    source: str | None = None
-    generator: str = "imagenet"
-    images: int | None = None  # of each domain
-    device: str = "cpu"
+IMAGES = 2048  # embedded characters of a domain, unless said otherwise
+HELD_BYTES = 4 * 2**30  # decoded images that all processes keep
+STREAM_BYTES = 2**31  # a stream up to this size is kept for the cells that share it
+TRAIN = "train"
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One method over one stream."""
+class Watch:
+    """Is told what happens, as it happens; this one keeps silent."""
 
-    experiment: str
-    method: str
-    domains: tuple[str, ...]  # corruptions
-    seed: int = 0
-    settings: tuple[tuple[str, Any], ...] = ()
-    batch_size: int = 64
-    severity: int = 5
-    mixed: bool = False
-    reset: str = "domain"
-    max_updates: int | None = None
-    split: str = "test"
+    def start(self, title: str, cells: int, finished: int) -> None: ...
 
-    def key(self, setup: Setup) -> str:
-        """The same for the same work, whatever the device and the experiment that asks for it."""
-        what = {**dataclasses.asdict(self), **dataclasses.asdict(setup), "experiment": None, "device": None}
-        return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+    def note(self, text: str) -> None: ...
+
+    def batch(self, cell: Cell, record: Record, part: float) -> None: ...
+
+    def cell(self, cell: Cell, records: list[dict[str, Any]], fresh: bool) -> None: ...
 
 
 class Lab:
-    """The model, the statistics and the images of a setup; runs cells."""
+    """The model, the statistics, the images and the generators of a setup; runs cells.
 
-    def __init__(self, setup: Setup):
-        self.setup = setup
-        self.data = {"test": self._images("test"), "validation": self._images("validation")}
-        classes = getattr(self.data["test"], "class_indices", None)
-        self.model: Classifier = load_model(setup.model, setup.checkpoint, classes=classes).to(setup.device)
-        self.fingerprint = self.model.fingerprint()
+    Args:
+        folder: where trained generators are kept.
+        held: bytes of decoded images, and of streams, to keep for other cells.
+    """
+
+    def __init__(self, setup: Setup, folder: Path, held: int = HELD_BYTES, watch: Watch | None = None):
+        if setup.data is not None and setup.data == setup.validation:
+            raise ValueError("the validation images are the test images: name others, or none")
+        self.setup, self.folder, self.watch = setup, folder, watch or Watch()
+        self.room, self.stream_bytes = Room(held), min(held, STREAM_BYTES)
+        self._models: dict[Any, Classifier] = {}
+        self._sets: dict[Any, Any] = {}
         self._kept: tuple[Any, list[Any]] = (None, [])
+        self.fingerprint = self.model().fingerprint()
 
-    def _images(self, split: str) -> Any:
-        path = self.setup.data if split == "test" else self.setup.validation
-        if self.setup.data is None:
-            return Glyphs(self.setup.images or 2048, TEST_SEED if split == "test" else VALIDATION_SEED)
-        return None if path is None else open_dataset(path)
+    def model(self, images: Any = None) -> Classifier:
+        """The classifier over the classes that the images are scored in."""
+        classes = getattr(images, "class_indices", None)
+        if (key := tuple(classes or ())) not in self._models:
+            loaded = load_model(self.setup.model, self.setup.checkpoint, classes=classes)
+            self._models[key] = loaded.to(self.setup.device)
+        model, names = self._models[key], getattr(images, "classes", None)
+        if names is not None and len(names) != model.num_classes and not set(names) <= synsets().keys():
+            raise ValueError(f"the images have {len(names)} classes, {model.name} has {model.num_classes}")
+        return model
+
+    def images(self, split: str = "test", data: str | None = None, kind: str | None = None) -> Any:
+        """The data set, held in memory; or the folder of ImageNet-C as published."""
+        if (split, data) not in self._sets:
+            self._sets[split, data] = self._open(split, data, kind)
+        return self._sets[split, data]
+
+    def _open(self, split: str, data: str | None, kind: str | None) -> Any:
+        count = self.setup.images or IMAGES
+        if data in STAND_INS:
+            return Held(STAND_INS[data](count), self.room)
+        path = data or (self.setup.data if split == "test" else self.setup.validation)
+        if path is None and self.setup.data is None:
+            glyphs = Glyphs(count, TEST_SEED) if split == "test" else Glyphs(max(count, IMAGES), VALIDATION_SEED)
+            return Held(glyphs, self.room)
+        if path is None:
+            raise ValueError("validation images are needed for this: --validation, some that are not among the test's")
+        if Path(path).is_dir() and is_imagenet_c(Path(path)):
+            return path
+        return Held(open_dataset(path, kind=kind, **self._sizes), self.room)
+
+    @property
+    def _sizes(self) -> dict[str, Any]:
+        side, crop = self.model().input_size
+        return {"size": side, "crop_pct": crop}
+
+    @property
+    def _clean(self) -> Any:
+        images = self.images("validation")
+        if isinstance(images, str):
+            raise ValueError(f"clean images are needed for this: {images} is ImageNet-C, name others by --validation")
+        return images
 
     @cached_property
     def source(self) -> SourceStatistics:
-        """The statistics named, the shipped ones, or those of the clean validation images."""
-        if self.setup.source is not None or self.setup.model == EMBEDDED:
+        """The statistics named, the shipped ones, or those of up to 1,000 clean validation images."""
+        if self.setup.source is not None or (self.setup.model == EMBEDDED and self.setup.checkpoint is None):
             return load_source(self.setup.source or EMBEDDED)
-        if self.data["validation"] is None:
-            raise ValueError("source statistics are needed: name a file, or clean validation images")
-        return source_statistics(self.model, stream(self.data["validation"], first=1000))
+        return source_statistics(self.model(), stream(self._clean, first=1000, device=self.setup.device))
 
     @cached_property
-    def fisher(self) -> Fisher:
-        """From up to 2,000 clean validation images, as EATA's paper does."""
-        return fisher_information(self.model, stream(self.data["validation"], first=2000))
+    def fisher(self) -> Fisher | None:
+        """From up to 2,000 clean validation images, as EATA's paper does; None without them."""
+        if self.setup.data is not None and self.setup.validation is None:
+            return None
+        return fisher_information(self.model(), stream(self._clean, first=2000, device=self.setup.device))
 
-    def run(self, cell: Cell, on_batch: Callable[..., None] | None = None) -> list[dict[str, Any]]:
+    def trained(self, training: Training) -> Path:
+        """The file of a generator, trained by the first who asks and waited for by the rest."""
+        images, s = self.images("validation"), self.setup
+        key = digest([training, self.fingerprint, s.data is None, s.validation, self.source.images])
+        path = self.folder / "generators" / f"{key}.safetensors"
+        with _locked(path.with_suffix(".lock")):
+            if not path.exists():
+                self.watch.note(f"training a generator: {training}")
+                x = shifted_images(images, training.images, seed=training.seed, device=s.device)
+                if len(x) < training.images:
+                    raise ValueError(f"training needs {training.images} validation images, and there are {len(x)}")
+                part = path.with_suffix(".part")  # a training that was stopped goes on from here
+                generator = meta_train(
+                    self.model(), self.source, x, hidden_size=training.hidden_size, memory=training.memory,
+                    steps=training.steps, seed=training.seed, checkpoint=part, progress=False,
+                )  # fmt: skip
+                save_generator(generator, path, command=_command())
+                part.unlink(missing_ok=True)
+        return path
+
+    def run(self, cell: Cell) -> list[dict[str, Any]]:
         """The cell's records, one for each domain."""
+        batches, images = self._batches(cell)
+        known, training = recipe_settings(cell.method), self._training(cell)
         settings = dict(cell.settings)
         if needs_source(cell.method):
             settings["source"] = self.source
-        if "fisher" in recipe_settings(cell.method) and self.data["validation"] is not None:
+        if "fisher" in known:
             settings["fisher"] = self.fisher
-        if cell.method == "mgtta" and "generator" not in settings:
-            settings["generator"] = self.setup.generator
-        method = create(cell.method, self.model, max_updates=cell.max_updates, **settings)
-        records = evaluate(method, self._batches(cell), cell.reset, on_batch=on_batch)
+        if training is not None:
+            settings["generator"] = self.trained(training)
+        elif known.get("generator") == Setup.generator:
+            settings.setdefault("generator", self.setup.generator)
+        limits: dict[str, Any] = {"max_updates": cell.max_updates, "max_seconds": cell.max_seconds}
+        method = create(cell.method, self.model(images), **limits, **settings)
+        if cell.alone:  # the first batch of all pays for what is set up once; it leaves no trace
+            method(next(iter(batches)).x)
+            method.reset()
+        done = 0
+
+        def on_batch(record: Record, *_: Any) -> None:
+            nonlocal done
+            done += 1
+            self.watch.batch(cell, record, done / len(batches))
+
+        timing = {"timing": True} if cell.timed else {}
+        records = evaluate(method, batches, cell.reset, on_batch=on_batch, **timing)
         return [self._described(cell, record) for record in records]
 
-    def _batches(self, cell: Cell) -> Any:
-        images = self.data[cell.split]
-        if images is None:
-            raise ValueError("validation images are needed for this: name some that are not among the test's")
-        options = {"batch_size": cell.batch_size, "mixed": cell.mixed, "seed": cell.seed}
-        wanted = (cell.split, cell.domains, cell.severity, *options.values())
-        if self._kept[0] == wanted:
-            return self._kept[1]
-        domains: list[Domain] = corrupted(images, cell.domains, cell.severity)
-        batches = stream(domains, first=self.setup.images, device=self.setup.device, **options)  # type: ignore[arg-type]
-        size = sum(len(plan.rows) for plan in batches.plan) * images[0][0].nbytes
-        if size > CACHED_BYTES:
-            return batches
-        self._kept = (wanted, list(batches))
-        return self._kept[1]
+    def _training(self, cell: Cell) -> Training | None:
+        """How the cell's generator is trained; None where it needs none or is there already."""
+        known = recipe_settings(cell.method)
+        own = known.get("generator") == Setup.generator and "optimizer" not in known
+        return cell.training or (Training() if own and self.setup.generator == TRAIN else None)
+
+    def _batches(self, cell: Cell) -> tuple[Any, Any]:
+        """The stream, a list where it is small enough to keep, and the images it is made of."""
+        images = self.images(cell.split, cell.data, cell.domains[0] if cell.domains[0] in KINDS else None)
+        domains = self._domains(cell, images)
+        if self._kept[0] != cell.stream:
+            batches = stream(
+                domains, batch_size=cell.batch_size, mixed=cell.mixed, seed=cell.seed,
+                first=self.setup.images, device=self.setup.device,
+            )  # fmt: skip
+            size = sum(len(planned.rows) for planned in batches.plan) * domains[0].dataset[0][0].nbytes
+            if size > self.stream_bytes:
+                return batches, domains[0].dataset
+            self._kept = cell.stream, list(batches)
+        return self._kept[1], domains[0].dataset
+
+    def _domains(self, cell: Cell, images: Any) -> list[Domain]:
+        if cell.severity == 0:
+            return [Domain(cell.domains[0], images)]
+        published = isinstance(images, str)
+        domains = corrupted(images, cell.domains, cell.severity, **(self._sizes if published else {}))
+        if not published:
+            return domains
+        keys = [(images, name, cell.severity) for name in cell.domains]
+        held = [self._sets.setdefault(k, Held(d.dataset, self.room)) for k, d in zip(keys, domains, strict=True)]
+        return [dataclasses.replace(d, dataset=h) for d, h in zip(domains, held, strict=True)]
 
     def _described(self, cell: Cell, record: Record) -> dict[str, Any]:
-        model = self.model
+        model, training, known = self.model(), self._training(cell), recipe_settings(cell.method)
+        uses_generator = "generator" in known and (training is not None or "optimizer" not in known)
+        own = known.get("generator") == Setup.generator
+        on_the_fly = not isinstance(self.images(cell.split, cell.data), str)
+        ours = f"mgtta, on the fly; frost: {frost_source()}" if on_the_fly else "as published"
+        named = self.setup.generator if own else known.get("generator")
+        generator = f"trained: {dataclasses.asdict(training)}" if training else named
         protocol = {
             "model": model.name,
+            "checkpoint": self.setup.checkpoint,
             "weights": self.fingerprint,
             "mean": None if model.mean is None else model.mean.flatten().tolist(),
             "std": None if model.std is None else model.std.flatten().tolist(),
             "data": self.setup.data or "rendered characters",
-            "corruptions": f"mgtta, frost: {frost_source()}",
+            "validation": self.setup.validation or (None if self.setup.data else "other rendered characters"),
+            "corruptions": ours if cell.severity else None,
+            "images": record.images,
+            "order": f"shuffled, seed {cell.seed}" + (", corruptions mixed within batches" if cell.mixed else ""),
+            "reset": cell.reset,
+            "seed": cell.seed,
             "source images": self.source.images if needs_source(cell.method) else None,
-            "generator": self.setup.generator if cell.method == "mgtta" else None,
-            "device": torch.cuda.get_device_name() if "cuda" in self.setup.device else platform.processor() or "cpu",
+            "generator": generator if uses_generator else None,
+            "hidden_size": training.hidden_size if training else None,
+            "training_images": training.images if training else None,
+            "chosen_from": list(cell.chosen_from) or None,
+            "device": _device_name(self.setup.device),
+            "threads": torch.get_num_threads(),
             "versions": {"mgtta": __version__, "torch": torch.__version__, "timm": timm.__version__},
-            "command": " ".join(["mgtta", *sys.argv[1:]]),
+            "command": _command(),
         }
-        described = {**record.to_dict(), **dataclasses.asdict(cell), "protocol": protocol}
-        return {**described, "settings": dict(cell.settings)}
+        return {**record.to_dict(), **_asked(cell), "protocol": protocol}
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the user chose: who, how often, and the settings that a sweep has found."""
-
-    methods: Sequence[str]
-    seeds: int = 1
-    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # method -> settings
-
-    def each(self) -> Iterator[tuple[int, str, tuple[tuple[str, Any], ...]]]:
-        for seed in range(self.seeds):
-            for method in self.methods:
-                yield seed, method, tuple(sorted(self.settings.get(method, {}).items()))
-
-
-def corruptions(o: Options) -> list[Cell]:
-    """Table 1: fifteen corruptions, reset before each."""
-    return [Cell("corruptions", m, (c,), seed, s) for c in CORRUPTIONS for seed, m, s in o.each()]
-
-
-def ablation(o: Options) -> list[Cell]:
-    """Table 4: the generator, an LSTM in its memory's place, SGD and Adam in its own."""
-    variants = Options(("mgtta", "mgtta_lstm", "eq7_sgd", "eq7_adam"), o.seeds, o.settings)
-    return [dataclasses.replace(cell, experiment="ablation") for cell in corruptions(variants)]
-
-
-def budgets(o: Options) -> list[Cell]:
-    """Table 2: only so many batches are learned from."""
-    return [
-        dataclasses.replace(cell, experiment="budgets", max_updates=updates)
-        for updates in (1, 2, 5, 10, 20, 50, 100, 200)
-        for cell in corruptions(o)
-    ]
-
-
-def mixed(o: Options) -> list[Cell]:
-    """Table 7: fifteen corruptions mixed within each batch."""
-    return [Cell("mixed", m, tuple(CORRUPTIONS), seed, s, mixed=True) for seed, m, s in o.each()]
-
-
-def continual(o: Options) -> list[Cell]:
-    """Fifteen corruptions one after another, never reset."""
-    return [Cell("continual", m, tuple(CORRUPTIONS), seed, s, reset="never") for seed, m, s in o.each()]
-
-
-def small_batch(o: Options) -> list[Cell]:
-    """Table 8: batch sizes 2 and 4; without a sweep, MGTTA at the paper's 1e-4."""
-    settings = {**{m: {"lr": 1e-4} for m in ("mgtta", "mgtta_lstm")}, **o.settings}
-    small = Options(o.methods, o.seeds, settings)
-    return [
-        Cell("small-batch", m, (c,), seed, s, batch_size=size)
-        for size in (2, 4)
-        for c in CORRUPTIONS
-        for seed, m, s in small.each()
-    ]
-
-
-def learning_rate(o: Options) -> list[Cell]:
-    """Appendix C.3: every method over the rates of a sweep, on the test stream; for looking, not for choosing."""
-    return [
-        Cell("learning-rate", m, (c,), seed, (("lr", rate),))
-        for c in CORRUPTIONS
-        for m in o.methods
-        for rate in rates(m)
-        for seed in range(o.seeds)
-    ]
-
-
-EXPERIMENTS: dict[str, Callable[[Options], list[Cell]]] = {
-    "corruptions": corruptions,
-    "budgets": budgets,
-    "ablation": ablation,
-    "mixed": mixed,
-    "continual": continual,
-    "small-batch": small_batch,
-    "learning-rate": learning_rate,
-}
-
-
-def rates(method: str) -> list[float]:
-    """A sweep's learning rates for a method: as many for each that has one."""
-    default = recipe_settings(method).get("lr")
-    return [] if default is None else [float(f"{default * factor:.3g}") for factor in RATES]
-
-
-def sweep_cells(methods: Sequence[str], batch_size: int = 64) -> list[Cell]:
-    """Every learning rate of every method on the validation corruptions and the validation images."""
-    return [
-        Cell("sweep", m, (c,), 0, (("lr", rate),), batch_size=batch_size, split="validation")
-        for c in VALIDATION_CORRUPTIONS
-        for m in methods
-        for rate in rates(m)
-    ]
-
-
-def chosen(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Method -> the settings with the best mean accuracy among the records of a sweep."""
-    scores: dict[str, dict[float, list[float]]] = {}
-    for record in records:
-        scores.setdefault(record["method"], {}).setdefault(record["settings"]["lr"], []).append(record["top1"])
-    return {m: {"lr": max(tried, key=lambda lr: sum(tried[lr]) / len(tried[lr]))} for m, tried in scores.items()}
-
-
-def experiment_cells(name: str, options: Options) -> list[Cell]:
-    if name not in EXPERIMENTS:
-        raise unknown("experiment", name, EXPERIMENTS)
-    return EXPERIMENTS[name](options)
+def run_experiment(
+    name: str,
+    options: Options,
+    setup: Setup,
+    store: Store,
+    *,
+    sweep: bool = False,
+    workers: int = 0,
+    watch: Watch | None = None,
+) -> list[dict[str, Any]]:
+    """The records of an experiment; with `sweep`, at learning rates chosen on the validation corruptions."""
+    cells = experiment_cells(name, options)
+    if sweep:
+        tries = sweep_cells(cells)
+        cells = tuned(cells, tries, run_cells(tries, setup, store, workers, watch, "sweep"))
+    return run_cells(cells, setup, store, workers, watch, name)
 
 
 def run_cells(
-    cells: Sequence[Cell],
-    setup: Setup,
-    store: Store,
-    workers: int = 0,
-    on_cell: Callable[[Cell, list[dict[str, Any]]], None] | None = None,
-    on_batch: Callable[..., None] | None = None,
+    cells: Sequence[Cell], setup: Setup, store: Store, workers: int = 0, watch: Watch | None = None, title: str = ""
 ) -> list[dict[str, Any]]:
     """Run the cells that the store does not hold, and give the records of all of them, in the cells' order.
 
+    Work that several experiments ask for is done once, and its records are stored for each of them.
+
     Args:
-        workers: processes; 0 runs here, and then alone does `on_batch` see each batch.
+        workers: processes; 0 runs here, and then alone does `watch` see each batch. What is measured by the clock
+            runs here, and what is `alone` in a process of its own, one at a time, in any case.
     """
-    keys = {cell: cell.key(setup) for cell in cells}
-    there = store.cells()
-    todo = [cell for cell in keys if keys[cell] not in there]
-    for cell, records in _run(todo, setup, workers, on_batch):
-        store.add(keys[cell], records)
-        if on_cell is not None:
-            on_cell(cell, records)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for record in store.records():
-        found.setdefault(record["cell"], []).append(record)
-    return [record for cell in keys for record in found[keys[cell]]]
+    watch = watch or Watch()
+    cells = list(dict.fromkeys(cells))
+    works = {cell: cell.key(setup) for cell in cells}
+    there = _by_cell(store)
+    done = {name.rpartition("/")[2]: records for name, records in there.items()}
+    wanted: dict[str, list[Cell]] = {}  # work -> the cells that ask for it
+    for cell in cells:
+        wanted.setdefault(works[cell], []).append(cell)
+    watch.start(title, len(cells), sum(len(asking) for work, asking in wanted.items() if work in done))
 
+    def finish(work: str, records: list[dict[str, Any]], fresh: bool) -> None:
+        for cell in wanted[work]:
+            chosen_from = {"chosen_from": list(cell.chosen_from) or None}
+            own = [
+                {**r, **_asked(cell), **_remaining(cell, r), "protocol": {**r["protocol"], **chosen_from}}
+                for r in map(_bare, records)
+            ]
+            if _name(cell, work) not in there:
+                store.add(_name(cell, work), own)
+            watch.cell(cell, own, fresh)
 
-_lab: Lab | None = None  # of a worker process
+    for work in wanted:
+        if work in done:
+            finish(work, done[work], fresh=False)
+    first_seen = {stream: i for i, stream in reversed(list(enumerate(cell.stream for cell in cells)))}
+    todo = sorted((asking[0] for w, asking in wanted.items() if w not in done), key=lambda c: first_seen[c.stream])
+    for cell, records in _run(todo, setup, store.path.parent, workers, watch):
+        finish(works[cell], records, fresh=True)
+    found = _by_cell(store)
+    return [record for cell in cells for record in found[_name(cell, works[cell])]]
 
 
 def _run(
-    cells: Sequence[Cell], setup: Setup, workers: int, on_batch: Callable[..., None] | None
+    cells: Sequence[Cell], setup: Setup, folder: Path, workers: int, watch: Watch
 ) -> Iterator[tuple[Cell, list[dict[str, Any]]]]:
-    if not cells:
-        return
-    if not workers:
-        lab = Lab(setup)
-        for cell in cells:
-            yield cell, lab.run(cell, on_batch)
-        return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (setup,))
-    try:
-        futures = {pool.submit(_run_in_worker, cell): cell for cell in cells}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    free = [cell for cell in cells if not cell.timed]
+    here = [cell for cell in cells if cell.timed and not cell.alone]
+    if workers:
+        start = partial(_start, setup, folder, HELD_BYTES // workers, 1)
+        yield from spread(free, start, workers, kin=lambda cell: cell.stream)
+    else:
+        here = free + here
+    if here:
+        lab = Lab(setup, folder, watch=watch)
+        yield from ((cell, lab.run(cell)) for cell in here)
+    for cell in cells:
+        if cell.alone:
+            watch.note(f"{cell.method} in a process of its own")
+            yield from spread([cell], partial(_start, setup, folder, 0, torch.get_num_threads()), 1)
 
 
-def _start_worker(setup: Setup) -> None:
-    global _lab
-    torch.set_num_threads(1)
-    _lab = Lab(setup)
+def _start(setup: Setup, folder: Path, held: int, threads: int) -> Callable[[Cell], list[dict[str, Any]]]:
+    torch.set_num_threads(threads)
+    return Lab(setup, folder, held).run
 
 
-def _run_in_worker(cell: Cell) -> list[dict[str, Any]]:
-    assert _lab is not None
-    return _lab.run(cell)
+def _name(cell: Cell, work: str) -> str:
+    """What the store calls the cell; the work it asks for comes last."""
+    return f"{digest(dataclasses.replace(cell, chosen_from=()))}/{work}"
+
+
+def _remaining(cell: Cell, record: dict[str, Any]) -> dict[str, Any]:
+    """For one who never learns: what is left after as many batches as another would have learned from."""
+    if cell.method not in STILL or cell.max_updates is None or not record["curve"]:
+        return {}
+    hits, images = (sum(record[key][cell.max_updates :]) for key in ("curve", "sizes"))
+    return {"remaining": 100 * hits / images if images else None}
+
+
+def _bare(record: dict[str, Any]) -> dict[str, Any]:
+    """The record as it was before a store gave it a place."""
+    return {key: value for key, value in record.items() if key not in ("cell", "part", "parts")}
+
+
+def _asked(cell: Cell) -> dict[str, Any]:
+    """The cell's fields as they stand in a record."""
+    return {**dataclasses.asdict(cell), "domains": list(cell.domains), "settings": dict(cell.settings)}
+
+
+def _by_cell(store: Store) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for record in store.records():
+        found.setdefault(record["cell"], []).append(record)
+    return found
+
+
+def by_experiment(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        found.setdefault(record["experiment"], []).append(record)
+    return found
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _device_name(device: str) -> str:
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
+
+
+def _command() -> str:
+    return shlex.join(["mgtta", *sys.argv[1:]])

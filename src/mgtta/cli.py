@@ -16,6 +16,10 @@ app = typer.Typer(
 )
 
 STATE = "mgtta state"
+EXPERIMENTS = (  # as in mgtta.experiments, which imports torch
+    "corruptions", "budgets", "variants", "ablation", "runtime", "samples", "mixed", "small-batch", "memory",
+    "hidden-size", "learning-rate", "convergence", "continual", "all",
+)  # fmt: skip
 
 Model = Annotated[str, typer.Option(help="A timm name, or glyphs_vit, the small ViT that comes along.")]
 Checkpoint = Annotated[Path | None, typer.Option(help="Weights: .safetensors, or .pth of plain tensors.")]
@@ -181,54 +185,68 @@ def corrupt(
 
 @app.command()
 def bench(
-    experiment: Annotated[str, typer.Argument(help="corruptions, budgets, ablation, mixed, continual, ...")],
+    experiment: Annotated[str, typer.Argument(help=", ".join(EXPERIMENTS))],
     out: Annotated[Path, typer.Option(help="The folder of the records; a run goes on where it stopped.")] = Path(
         "runs"
     ),
     methods: Annotated[str, typer.Option(help="Names, separated by commas; see `mgtta list`.")] = "noadapt,tent,mgtta",
-    seeds: Annotated[int, typer.Option(help="How many.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
     model: Model = "glyphs_vit",
     checkpoint: Checkpoint = None,
     data: Annotated[str | None, typer.Option(help="Test images: a tree, tars, or ImageNet-C; else characters.")] = None,
-    validation: Annotated[str | None, typer.Option(help="Other images, for statistics and sweeps.")] = None,
+    validation: Annotated[str | None, typer.Option(help="Other images: statistics, sweeps, training.")] = None,
+    variant: Annotated[list[str], typer.Option(help="NAME=IMAGES, such as imagenet-r=FOLDER; several.")] = [],
     source: Source = None,
-    generator: Annotated[str, typer.Option(help="MGTTA's: a shipped one's name, or a file.")] = "imagenet",
-    images: Annotated[int | None, typer.Option(help="Of each domain.")] = None,
-    sweep: Annotated[
-        bool, typer.Option("--sweep", help="Choose learning rates on the validation corruptions.")
-    ] = False,
-    workers: Annotated[int, typer.Option(help="Processes; 0 runs in this one.")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="256 images of each domain.")] = False,
+    generator: Annotated[str, typer.Option(help="MGTTA's: a shipped one's name, a file, or `train`.")] = "imagenet",
+    images: Annotated[int | None, typer.Option(min=1, help="Of each domain.")] = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Choose learning rates on validation images.")] = False,
+    workers: Annotated[int, typer.Option(min=0, help="Processes; 0 runs in this one.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="Few images, small batches: does it run?")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Events and records as lines of JSON, and no bars.")] = False,
     device: Device = None,
 ) -> None:
     """Run an experiment of the paper; records go to a folder, a table to the screen."""
-    from mgtta.bench import Options, Setup, chosen, experiment_cells, run_cells, sweep_cells
+    from mgtta import experiments
+    from mgtta.bench import IMAGES, by_experiment, run_experiment
+    from mgtta.data.held import STAND_INS
+    from mgtta.progress import Bars, Lines
     from mgtta.report import markdown
     from mgtta.store import Store
 
-    setup = Setup(
-        model, None if checkpoint is None else str(checkpoint), data, validation, source, generator,
-        images or (256 if quick else None), _device(device),
+    images = images or (64 if quick else None)
+    setup = experiments.Setup(
+        model, None if checkpoint is None else str(checkpoint), data, validation, source, generator, images,
+        _device(device),
     )  # fmt: skip
-    store, names, settings = Store(out), _names(methods), {}
-    with _progress() as progress:
+    named = [experiments.variant(text) for text in variant] or ([] if data else [(name, name) for name in STAND_INS])
+    sizes: dict[str, Any] = {"batch_size": 64, **(experiments.QUICK if quick else {})}
+    known = images or (None if data else IMAGES)
+    batches = None if known is None else -(-known // sizes["batch_size"])
+    options = experiments.Options(_names(methods), seeds, named, generator, batches=batches, **sizes)
+    store = Store(out)
+    try:
+        with Lines(out) if json else Bars() as watch:
+            records = run_experiment(experiment, options, setup, store, sweep=sweep, workers=workers, watch=watch)
+    except KeyboardInterrupt:
+        typer.echo(f"stopped: {len(store.cells())} finished cells are in {out}; the same command goes on", err=True)
+        raise typer.Exit(130) from None
+    for name, found in by_experiment(records).items():
+        if not json:
+            typer.echo(f"{name}\n\n{markdown(found)}\n")
+    if not json:
+        typer.echo(f"{len(records)} records in {store.path}")
 
-        def run(title: str, cells: list[Any]) -> list[dict[str, Any]]:
-            task = progress.add_task(title, total=len(cells))
-            done = store.cells()
-            progress.advance(task, sum(cell.key(setup) in done for cell in cells))
 
-            def on_cell(cell: Any, records: Any) -> None:
-                progress.update(task, advance=1, description=f"{title}: {cell.method} {records[-1]['top1']:.1f} %")
+@app.command()
+def report(
+    runs: Annotated[Path, typer.Argument(metavar="RUNS", help="The folder of the records: --out of `mgtta bench`.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write; by default the same folder.")] = None,
+    examples: Annotated[bool, typer.Option(help="Images with predictions, where the data are the characters.")] = True,
+) -> None:
+    """Write the records as markdown, as LaTeX and as one HTML page that needs no network."""
+    from mgtta.page import write_report
 
-            return run_cells(cells, setup, store, workers, on_cell)
-
-        if sweep:
-            settings = chosen(run("sweep", sweep_cells(names)))
-        records = run(experiment, experiment_cells(experiment, Options(names, seeds, settings)))
-    typer.echo(markdown(records))
-    for name, setting in settings.items():
-        typer.echo(f"{name}: lr {setting['lr']:g}, chosen from {len(sweep_cells([name])) // 4} on the validation split")
+    typer.echo(write_report(runs, out, examples=examples))
 
 
 @app.command("list")
@@ -251,7 +269,7 @@ def doctor() -> None:
 
 @app.command()
 def demo(
-    images: Annotated[int, typer.Option(help="Images of each corruption.")] = 320,
+    images: Annotated[int, typer.Option(help="Images of each corruption.")] = 256,
     methods: Annotated[str, typer.Option(help="Names, separated by commas; see `mgtta list`.")] = "noadapt,mgtta",
     device: Device = None,
 ) -> None:

@@ -21,7 +21,6 @@ EMBEDDED = "glyphs_vit"
 UPDATES = (1, 2, 5, 10, 20, 35, 50, 75, 100, 200)
 SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 50.0, 90.0)
 LIMITED = {"mgtta": (20, 50, 100)}  # Table 5 runs these with fewer updates too
-SIZES = (2, 4, 8, 16, 32, 64)
 RATES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # a sweep's tries, times the recipe's own learning rate
 SMALL = {"mgtta": 1e-4, "mgtta_lstm": 1e-4}  # the paper's learning rates at batch sizes 2 and 4
 TRADE_OFF = {"imagenet-r": 0.2}  # the paper's lambda, where it is not the recipes'
@@ -74,6 +73,10 @@ class Cell:
     alone: bool = False  # measured for time and memory, in a process of its own
     chosen_from: tuple[float, ...] = ()  # the learning rates of a sweep
 
+    def __str__(self) -> str:
+        where = self.domains[0] if len(self.domains) == 1 else f"{len(self.domains)} corruptions"
+        return f"{self.method} on {where}"
+
     @property
     def timed(self) -> bool:
         """Whether the outcome hangs on the clock, so that nothing else may run meanwhile."""
@@ -115,6 +118,7 @@ class Options:
     corruptions: Sequence[str] = field(default_factory=lambda: CORRUPTIONS)  # of experiments that run them many times
     seconds: Sequence[float] = SECONDS
     samples: Sequence[int] = (64, 128, 256, 1000)
+    sizes: Sequence[int] = (2, 4, 8, 16, 32, 64)  # of a generator's memory
     rates: Sequence[float] = RATES
     training: Training = Training()
 
@@ -128,6 +132,7 @@ QUICK: dict[str, Any] = {
     "corruptions": ("gaussian_noise", "contrast"),
     "seconds": (0.2, 1.0),
     "samples": (8, 16, 32, 64),
+    "sizes": (2, 8, 16),
     "rates": (0.1, 1.0, 10.0),
     "training": Training(images=16, steps=16),
 }
@@ -197,7 +202,7 @@ def memory(o: Options) -> list[Cell]:
 
 def hidden_size(o: Options) -> list[Cell]:
     """Appendix C.2: generators of several sizes."""
-    return _trained("hidden-size", o, [dataclasses.replace(o.training, hidden_size=d) for d in SIZES])
+    return _trained("hidden-size", o, [dataclasses.replace(o.training, hidden_size=d) for d in o.sizes])
 
 
 def learning_rate(o: Options) -> list[Cell]:
@@ -288,7 +293,7 @@ def sweep_cells(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def tuned(cells: Sequence[Cell], sweep: Sequence[Cell], records: Sequence[dict[str, Any]]) -> list[Cell]:
-    """The cells with the learning rates that did best, on average, in the sweep's records, one for each of its cells."""
+    """The cells with the learning rates that did best, on average, in the records of the sweep's cells."""
     scores: dict[Any, dict[float, list[float]]] = {}
     for cell, record in zip(sweep, records, strict=True):
         scores.setdefault(_contender(cell), {}).setdefault(dict(cell.settings)["lr"], []).append(record["top1"])

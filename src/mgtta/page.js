@@ -2,14 +2,15 @@
 (() => {
   const charts = JSON.parse(document.getElementById("charts").textContent);
   const dark = matchMedia("(prefers-color-scheme: dark)");
+  const touch = matchMedia("(pointer: coarse)").matches;
   let printing = false;
 
   const theme = () => (dark.matches && !printing
-    ? { ink: "#e6e9ec", line: "#333a41", box: "#1d2226" }
-    : { ink: "#1c2024", line: "#d9dee3", box: "#ffffff" });
+    ? { ink: "#e6e9ec", quiet: "#9ba5af", line: "#333a41", box: "#1d2226" }
+    : { ink: "#1c2024", quiet: "#5b6570", line: "#d9dee3", box: "#ffffff" });
 
   function layout(chart) {
-    const { ink, line, box } = theme();
+    const { ink, quiet, line, box } = theme();
     const axis = (own) => ({ gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true, ...own,
       title: { ...own.title, standoff: 8 } });
     return {
@@ -19,7 +20,9 @@
       font: { color: ink, size: 12, family: "system-ui, sans-serif" },
       hoverlabel: { bgcolor: box, bordercolor: line, font: { color: ink }, namelength: -1 },
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      margin: { l: 48, r: 12, t: 12, b: 40 }, showlegend: true,
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: quiet, activecolor: ink },
+      dragmode: touch ? false : "zoom", // a finger that moves scrolls the page
+      margin: { l: 48, r: 12, t: touch ? 12 : 30, b: 40 }, showlegend: true,
       legend: { orientation: "h", y: -0.22, yanchor: "top", x: 0, font: { color: ink } },
     };
   }
@@ -32,7 +35,7 @@
     const hidden = new Set((box.data || []).filter((t) => t.visible === "legendonly").map((t) => t.name));
     const shown = traces.map((t) => (hidden.has(t.name) ? { ...t, visible: "legendonly" } : { ...t }));
     return Plotly.react(box, shown, layout(chart),
-      { responsive: true, displaylogo: false, showSendToCloud: false, displayModeBar: "hover",
+      { responsive: true, displaylogo: false, showSendToCloud: false, displayModeBar: touch ? false : "hover",
         modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] });
   };
   const drawAll = () => boxes.forEach(draw);

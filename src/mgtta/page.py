@@ -24,15 +24,21 @@ from plotly.offline import get_plotlyjs
 from torch import Tensor
 
 from mgtta import __version__, report
-from mgtta.bench import EMBEDDED, Cell, Lab, Setup
-from mgtta.data.glyphs import CLASSES
+from mgtta.data.glyphs import CLASSES, Glyphs
+from mgtta.data.streams import Batch, corrupted, stream
 from mgtta.files import atomic
+from mgtta.models import load_model
+from mgtta.recipes import create, needs_source, recipe_settings
 from mgtta.report import MEAN, Record, Section, label, unique
+from mgtta.source import load_source
 from mgtta.store import Store
 
+EMBEDDED = "glyphs_vit"
+
 POINTS = 200  # of a curve, at most
-# Okabe and Ito's colours, the light and dark ones drawn to the middle: told apart by most eyes, on white and on black
-PALETTE = ("#0a7cc4", "#d1602a", "#159d74", "#b7609a", "#a8810c", "#4aa3d6", "#7a6fd0", "#8a8f98", "#c2475a", "#5f8f2f")
+# apart on white and on black, and for most eyes; the two that all others are compared with are always the same
+COLOURS = {"noadapt": "#8a8f98", "mgtta": "#d1602a"}
+PALETTE = ("#0a7cc4", "#159d74", "#b7609a", "#a8810c", "#7a6fd0", "#2ba6b8", "#c2475a", "#5f8f2f")
 DASHES = ("solid", "dash", "dot", "dashdot")
 CHARACTERS = "rendered characters"  # what bench calls the embedded data
 
@@ -105,7 +111,9 @@ def page(found: Sequence[Section], examples: Sequence[Example] = (), title: str 
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(short=report.short, signed=report.signed, interval=report.interval, label=label)
+    environment.filters.update(
+        short=report.short, signed=report.signed, interval=report.interval, label=label, printed=report.printed
+    )
     template = environment.from_string(folder.joinpath("page.html").read_text(encoding="utf-8"))
     return template.render(
         title=title, policy=policy, library=library, script=script, style=style, charts=charts, sections=shown,
@@ -119,8 +127,8 @@ def _hash(script: str) -> str:
 
 
 def _colours(found: Sequence[Section]) -> dict[str, str]:
-    methods = unique(method for section in found for method in section.rows.values())
-    return {method: PALETTE[i % len(PALETTE)] for i, method in enumerate(methods)}
+    others = unique(method for section in found for method in section.rows.values() if method not in COLOURS)
+    return {**COLOURS, **{method: PALETTE[i % len(PALETTE)] for i, method in enumerate(others)}}
 
 
 # --- what the template shows of a section
@@ -128,7 +136,7 @@ def _colours(found: Sequence[Section]) -> dict[str, str]:
 
 def _shown(section: Section, name: str, charts: list[str]) -> dict[str, Any]:
     figures = section.figures()
-    columns = section.headings(figures)
+    columns = sorted(section.headings(figures), key=lambda column: column != MEAN)  # the mean first: it is in sight
     return {
         "id": name,
         "title": section.title,
@@ -136,7 +144,7 @@ def _shown(section: Section, name: str, charts: list[str]) -> dict[str, Any]:
         "headline": report.headline(section),
         "notes": report.notes(section),
         "columns": columns,
-        "axis": report.AXIS_NAMES.get(section.axis, section.axis.replace("_", " ")),
+        "axis": section.axis_name,
         "rows": [
             {
                 "name": row,
@@ -160,15 +168,13 @@ def _cell(figures: dict[str, dict[str, report.Figure]], row: str, column: str) -
 
 
 def _more(section: Section, row: str) -> list[dict[str, Any]]:
-    """ECE, top-5, milliseconds an image and gigabytes: means over all of a row's records."""
-    records = section.of(row)
-    images = sum(r["images"] for r in records)
-    memory = [r["peak_memory"] for r in records if r.get("peak_memory")]
+    """ECE, top-5, milliseconds an image and gigabytes: over what all rows have in common."""
+    records = [r for r in section.shared if section.names[id(r)] == row]
     columns = [
         ("top-5", _mean([r.get("top5") for r in records]), ".1f"),
         ("ECE", _mean([r.get("ece") for r in records]), ".1f"),
-        ("ms/image", 1000 * sum(r["seconds"] for r in records) / images if images else None, ".2f"),
-        ("GB", max(memory) / 1e9 if memory else None, ".2f"),
+        ("ms/image", _milliseconds(records), ".2f"),
+        ("GB", _gigabytes(records), ".2f"),
         ("updates", _mean([r.get("updates") for r in records]), ".0f"),
     ]
     return [{"name": n, "value": v, "text": "–" if v is None else f"{v:{spec}}"} for n, v, spec in columns]
@@ -248,10 +254,11 @@ def _axis_chart(section: Section, styles: dict[str, dict[str, str]]) -> dict[str
         traces.append({**trace, "mode": "lines+markers"})
     if not any(trace["x"] for trace in traces):
         return None
-    axis = report.AXIS_NAMES.get(section.axis, section.axis.replace("_", " "))
-    numbers = [x for trace in traces for x in trace["x"]]
-    kind = {"type": "log"} if all(isinstance(x, float) and x > 0 for x in numbers) else {}
-    return _chart(f"Accuracy by {axis}", traces, {**kind, "title": {"text": axis}}, "accuracy, %")
+    axis: dict[str, Any] = {"title": {"text": section.axis_name}}
+    numbers = sorted({x for trace in traces for x in trace["x"]}, key=str)
+    if all(isinstance(x, float) and x > 0 for x in numbers):
+        axis |= {"type": "log", "tickvals": numbers, "ticktext": [label(x) for x in numbers]}
+    return _chart(f"Accuracy by {section.axis_name}", traces, axis, "accuracy, %")
 
 
 def _curve_chart(section: Section, styles: dict[str, dict[str, str]]) -> dict[str, Any] | None:
@@ -267,7 +274,8 @@ def _curve_chart(section: Section, styles: dict[str, dict[str, str]]) -> dict[st
     for choice, domains in {"all domains": set(section.domains)}.items() if continual else choices.items():
         traces = []
         for row in section.rows:
-            chosen = [r for r in section.of(row) if r["domain"] in domains and r.get("curve")]
+            mine = [r for r in section.shared if section.names[id(r)] == row]
+            chosen = [r for r in mine if r["domain"] in domains and _labelled(r)]
             if continual:  # one long stream a seed
                 chosen = [_joined([r for r in chosen if r["seed"] == s]) for s in unique(r["seed"] for r in chosen)]
             if chosen:
@@ -278,10 +286,14 @@ def _curve_chart(section: Section, styles: dict[str, dict[str, str]]) -> dict[st
     if not views:
         return None
     first, *_ = views.values()
-    chart = _chart(
-        "Accuracy so far, over batches", first, {"title": {"text": "batch"}, "rangemode": "tozero"}, "accuracy, %"
-    )
+    batches = max(trace["x"][-1] for trace in first)
+    axis = {"title": {"text": "batch"}, "tickformat": ",d", **({"dtick": 1} if batches <= 10 else {})}
+    chart = _chart("Accuracy so far, over batches", first, axis, "accuracy, %")
     return {**chart, "views": views if len(views) > 1 else {}, "layout": {**chart["layout"], "hovermode": "x unified"}}
+
+
+def _labelled(record: Record) -> bool:
+    return bool(record.get("curve")) and len(record["curve"]) == len(record["sizes"])
 
 
 def _joined(records: Sequence[Record]) -> Record:
@@ -294,7 +306,7 @@ def running_accuracy(records: Sequence[Record]) -> tuple[list[int], list[float]]
     for record in records:
         hits = seen = 0
         curve = []
-        for right, size in zip(record["curve"], record["sizes"], strict=False):
+        for right, size in zip(record["curve"], record["sizes"], strict=True):
             hits, seen = hits + right, seen + size
             curve.append(100 * hits / seen)
         curves.append(curve)
@@ -320,13 +332,11 @@ def _cost_chart(
     if section.axis not in ("domain", "batch_size"):
         return None
     figures = section.figures()
-    traces = []
+    traces: list[dict[str, Any]] = []
     for row, style in styles.items():
         for column in [None] if section.axis == "domain" else section.columns:
             records = [r for r in section.of(row) if column in (None, section.column(r))]
-            found = figures[row].get(column or MEAN) or (
-                next(iter(figures[row].values()), None) if not column else None
-            )
+            found = figures[row].get(column or (MEAN if len(section.domains) > 1 else section.domains[0]))
             x = cost(records)
             if x is not None and found is not None:
                 shown = f"{row}, {column}" if column else row
@@ -349,7 +359,8 @@ def _reliability_chart(section: Section, styles: dict[str, dict[str, str]]) -> d
         return None
     traces = []
     for row, style in styles.items():
-        bins = [r["bins"] for r in section.of(row) if r.get("bins") and r.get("top1") is not None]
+        mine = [r for r in section.shared if section.names[id(r)] == row]
+        bins = [r["bins"] for r in mine if r.get("bins") and r.get("top1") is not None]
         if not bins:
             continue
         sums = [[sum(b[k][j] for b in bins) for j in range(3)] for k in range(len(bins[0]))]
@@ -387,7 +398,7 @@ def _plain(text: str) -> str:
 # --- examples
 
 
-def embedded_examples(records: Sequence[Record], domains: int = 4, images: int = 320) -> list[Example]:
+def embedded_examples(records: Sequence[Record], domains: int = 3, images: int = 192) -> list[Example]:
     """Characters with predictions of the embedded model as it is and adapted, where the records are of these two.
 
     In each of some domains the method, MGTTA if it is among the records, adapts to `images` images as the records'
@@ -406,45 +417,45 @@ def embedded_examples(records: Sequence[Record], domains: int = 4, images: int =
         return []
     mine = [r for r in own if r["method"] == methods[0]]
     names = unique(r["domain"] for r in mine)
-    chosen = names[:: max(1, len(names) // domains)][:domains]
-    one = mine[0]
-    lab = Lab(Setup(images=min(images, one["images"]), generator=one["protocol"].get("generator") or "imagenet"))
-    return [example for name in chosen for example in _examples(lab, one, name)]
-
-
-def _examples(lab: Lab, like: Record, domain: str) -> list[Example]:
-    def last(method: str, settings: dict[str, Any]) -> tuple[Any, Tensor]:
-        seen: list[Any] = []
-        cell = Cell(
-            "examples",
-            method,
-            (domain,),
-            like["seed"],
-            tuple(sorted(settings.items())),
-            like["batch_size"],
-            like["severity"],
+    model, like = load_model(EMBEDDED), mine[0]
+    settings = dict(like.get("settings") or {})
+    if needs_source(like["method"]):
+        settings["source"] = load_source(EMBEDDED)
+    if "generator" in recipe_settings(like["method"]) and like["protocol"].get("generator"):
+        settings.setdefault("generator", like["protocol"]["generator"])
+    method = create(like["method"], model, **settings)
+    characters = Glyphs(min(images, like["images"]))
+    found = []
+    for domain in names[:: max(1, len(names) // domains)][:domains]:
+        batches = stream(
+            corrupted(characters, [domain], like["severity"]), batch_size=like["batch_size"], seed=like["seed"]
         )
-        lab.run(cell, lambda record, batch, logits: seen.append((batch, logits.softmax(1).cpu())))
-        return seen[-1]
+        method.reset()
+        for batch in batches:
+            after = method(batch.x)
+        found += _examples(domain, characters, batch, model(batch.x).detach(), after)
+    return found
 
-    batch, before = last("noadapt", {})
-    _, after = last(like["method"], like.get("settings") or {})
-    labels = batch.y.cpu()
-    was, now = before.argmax(1) == labels, after.argmax(1) == labels
+
+def _examples(domain: str, clean: Glyphs, batch: Batch, before: Tensor, after: Tensor) -> list[Example]:
+    labels = torch.as_tensor(batch.y)
+    was, now = before.argmax(1).eq(labels), after.argmax(1).eq(labels)
     kinds = (~was & now, was & ~now, was == now)  # set right, spoiled, as it was
-    rows = [int(kind.nonzero()[0]) for kind in kinds if kind.any()]
+
+    def prediction(logits: Tensor, i: int) -> Prediction:
+        confidence, k = logits[i].softmax(0).max(0)
+        return Prediction(CLASSES[int(k)], float(confidence), int(k) == int(labels[i]))
+
     return [
         Example(
             domain,
             CLASSES[int(labels[i])],
-            data_uri(lab.data["test"][int(batch.index[i])][0]),
+            data_uri(clean[int(batch.index[i])][0]),
             data_uri(batch.x[i]),
-            *(
-                Prediction(CLASSES[int(p[i].argmax())], float(p[i].max()), bool(r[i]))
-                for p, r in ((before, was), (after, now))
-            ),
+            prediction(before, i),
+            prediction(after, i),
         )
-        for i in rows
+        for i in (int(kind.nonzero()[0]) for kind in kinds if kind.any())
     ]
 
 

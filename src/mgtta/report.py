@@ -14,6 +14,7 @@ from importlib import resources
 from typing import Any
 
 from mgtta.data.corruptions import CORRUPTIONS
+from mgtta.recipes import RECIPES
 
 Record = dict[str, Any]
 
@@ -38,22 +39,25 @@ TITLES = {
     "continual": "Corruptions one after another, never reset",
     "sweep": "Learning rates tried on the validation corruptions",
 }
-# experiment -> what its columns are, unless domains
+# experiment -> what its columns are, unless domains: one section each
 AXES = {
     "budgets": ("max_updates", "max_seconds"),
     "convergence": ("max_updates",),
     "small-batch": ("batch_size",),
     "learning-rate": ("lr",),
     "sweep": ("lr",),
-    "hidden-size": ("hidden_size", "generator"),
-    "samples": ("training_images", "generator"),
+    "hidden-size": ("hidden_size",),
+    "samples": ("training_images",),
 }
 AXIS_NAMES = {
-    "max_updates": "updates at most", "max_seconds": "seconds of adaptation at most", "batch_size": "batch size",
+    "max_updates": "updates at most", "max_seconds": "seconds at most", "batch_size": "batch size",
     "lr": "learning rate", "hidden_size": "hidden size", "training_images": "training images",
 }  # fmt: skip
-DISTINCT = ("batch_size", "max_updates", "max_seconds", "severity", "reset", "generator")  # may tell rows apart
-ABLATION = ("mgtta", "mgtta_lstm", "eq7_sgd", "eq7_adam")
+# what may tell two rows of a method apart, beside its settings
+DISTINCT = {
+    "max_updates": "{} updates", "max_seconds": "{} s", "batch_size": "batch {}", "severity": "severity {}",
+    "reset": "reset {}", "generator": "generator {}",
+}  # fmt: skip
 REFERENCES = ("noadapt", "mgtta")
 LOWER_IS_BETTER = ("ece", "seconds", "peak_memory")
 MEAN = "mean"
@@ -91,20 +95,24 @@ class Section:
 
     experiment: str
     records: list[Record]
+    axis: str = "domain"  # what the columns are: domains, or the entry of a record that the experiment varies
     repeated: int = 0  # records left out, because another had measured the same
     names: dict[int, str] = field(default_factory=dict)  # id of a record -> its row
 
     @property
     def title(self) -> str:
-        return TITLES.get(self.experiment, self.experiment)
+        title = TITLES.get(self.experiment, str(self.experiment))
+        return f"{title}: {self.axis_name}" if len(AXES.get(self.experiment, ())) > 1 else title
+
+    @property
+    def axis_name(self) -> str:
+        return AXIS_NAMES.get(self.axis, self.axis)
 
     @cached_property
-    def axis(self) -> str:
-        """What the columns are: "domain", or the record's entry that the experiment varies."""
-        for axis in AXES.get(self.experiment, ()):
-            if any(value(record, axis) is not None for record in self.records):
-                return axis
-        return "domain"
+    def figure(self) -> str:
+        """What the table shows: accuracy; where a model is frozen after some updates, that on the images left."""
+        left = self.experiment == "convergence" and any(r.get("remaining") is not None for r in self.records)
+        return "remaining" if left else "top1"
 
     @cached_property
     def domains(self) -> list[str]:
@@ -120,8 +128,20 @@ class Section:
 
     @cached_property
     def rows(self) -> dict[str, str]:
-        """Row -> method."""
-        return {self.names[id(record)]: record["method"] for record in self.records}
+        """Row -> method, in the order of the recipes."""
+        found = {self.names[id(record)]: str(record["method"]) for record in self.records}
+        known = list(RECIPES)
+        return dict(sorted(found.items(), key=lambda rm: known.index(rm[1]) if rm[1] in known else len(known)))
+
+    @cached_property
+    def shared(self) -> list[Record]:
+        """The records of the columns, domains and seeds that all rows have; all records, where there are none."""
+        places: dict[str, set[tuple]] = {row: set() for row in self.rows}
+        for record in self.records:
+            places[self.names[id(record)]].add((self.column(record), record["domain"], record["seed"]))
+        everywhere = set.intersection(*places.values())
+        found = [r for r in self.records if (self.column(r), r["domain"], r["seed"]) in everywhere]
+        return found or self.records
 
     def column(self, record: Record) -> str:
         if self.axis == "domain":
@@ -131,10 +151,11 @@ class Section:
     def of(self, row: str) -> list[Record]:
         return [record for record in self.records if self.names[id(record)] == row]
 
-    def figures(self, figure: str = "top1") -> dict[str, dict[str, Figure]]:
+    def figures(self, figure: str | None = None) -> dict[str, dict[str, Figure]]:
         """Row -> column -> figure. Columns of an experiment's own are means over domains; so is `mean`, the last
         column where there are several domains. A mean that lacks a domain is left out."""
         table: dict[str, dict[str, Figure]] = {}
+        figure = figure or self.figure
         for row in self.rows:
             values: dict[str, dict[int, dict[str, float]]] = {}  # column -> seed -> domain -> value
             for record in self.of(row):
@@ -160,41 +181,28 @@ def sections(records: Iterable[Record]) -> list[Section]:
     """The records by experiment and footing, in the paper's order."""
     found: dict[tuple, list[Record]] = {}
     for record in records:
-        for experiment in (record["experiment"], *_shared(record)):
-            found.setdefault((experiment, *footing(record)), []).append(record)
-    asked = {(record["experiment"], *footing(record)) for record in _flat(found.values())}
+        axes = AXES.get(record["experiment"], ("domain",))
+        given = [axis for axis in axes if axis == "domain" or value(record, axis) is not None]
+        for axis in given or axes:  # without any limit: the last column of each kind of budget
+            found.setdefault((record["experiment"], axis, *footing(record)), []).append(record)
     order = list(TITLES)
     result = [
-        _section(key[0], part)
-        for key, group in sorted(found.items(), key=lambda kv: order.index(kv[0][0]) if kv[0][0] in order else 99)
-        if key in asked
+        _section(experiment, axis, part)
+        for (experiment, axis, *_), group in sorted(
+            found.items(), key=lambda kv: order.index(kv[0][0]) if kv[0][0] in order else len(order)
+        )
         for part in _by_images(group)
     ]
-    return [section for section in result if section.records]
+    alone = {s.experiment for s in result if s.columns != ["inf"]}  # have columns beside that without any limit
+    return [s for s in result if s.columns != ["inf"] or s.experiment not in alone]
 
 
 def footing(record: Record) -> tuple:
     """What must agree for two records to be compared."""
     protocol = record.get("protocol") or {}
-    return (protocol.get("model"), protocol.get("weights"), protocol.get("data"), record.get("split", "test"))
-
-
-def _shared(record: Record) -> list[str]:
-    """Other experiments that ask for the same work: the store holds it once, under the first that asked."""
-    plain = (
-        not record.get("mixed") and record.get("reset", "domain") == "domain" and record.get("split") != "validation"
-    )
-    plain = plain and all(record.get(budget) is None for budget in ("max_updates", "max_seconds"))
-    plain = plain and record.get("batch_size", 64) == 64
-    if not plain:
-        return []
-    others = []
-    if record["experiment"] == "corruptions":
-        others += ["ablation"] if record["method"] in ABLATION else []
-        others += ["learning-rate"] if set(record.get("settings") or {}) == {"lr"} else []
-    if record["experiment"] == "ablation":
-        others += ["corruptions"] if record["method"] == "mgtta" else []
-    return others
+    corrupted = bool(record.get("severity", 5))
+    data = protocol.get("data") if corrupted else None  # images as they are: each domain is a data set of its own
+    return (protocol.get("model"), protocol.get("weights"), data, corrupted, record.get("split", "test"))
 
 
 def _by_images(records: list[Record]) -> list[list[Record]]:
@@ -207,28 +215,33 @@ def _by_images(records: list[Record]) -> list[list[Record]]:
     return [[r for r in records if r["images"] == n] for n in sorted(set().union(*sizes.values()), reverse=True)]
 
 
-def _section(experiment: str, records: list[Record]) -> Section:
-    section = Section(experiment, records)
-    axis = section.axis
-    per_method: dict[str, list[Record]] = {}
-    for record in records:
-        per_method.setdefault(record["method"], []).append(record)
-    kept: dict[tuple, Record] = {}
-    for method, mine in per_method.items():
-        settings = unique(key for record in mine for key in record.get("settings") or {})
-        varying = [
-            key
-            for key in unique((*settings, *DISTINCT))
-            if key != axis and key not in AXES.get(experiment, ()) and len({label(value(r, key)) for r in mine}) > 1
-        ]
+def _section(experiment: str, axis: str, records: list[Record]) -> Section:
+    section = Section(experiment, records, axis)
+    for method in unique(record["method"] for record in records):
+        mine = [record for record in records if record["method"] == method]
+        keys = [*unique(key for record in mine for key in record.get("settings") or {}), *DISTINCT]
+        telling = [key for key in unique(keys) if key != axis and _tells_apart(section, mine, key)]
         for record in mine:
-            parts = [f"{key.replace('_', ' ')} {label(value(record, key), 'default')}" for key in varying]
+            parts = [
+                DISTINCT.get(key, f"{key.replace('_', ' ')} {{}}").format(label(value(record, key)))
+                for key in telling
+                if value(record, key) is not None
+            ]
             section.names[id(record)] = ", ".join([str(method), *parts])
+    kept: dict[tuple, Record] = {}
     for record in records:
-        key = (section.names[id(record)], section.column(record), record["domain"], record["seed"])
-        kept[key] = kept.get(key, record)
+        kept.setdefault((section.names[id(record)], section.column(record), record["domain"], record["seed"]), record)
     section.records, section.repeated = list(kept.values()), len(records) - len(kept)
     return section
+
+
+def _tells_apart(section: Section, records: Sequence[Record], key: str) -> bool:
+    """Whether records of the same column, domain and seed differ in it."""
+    found: dict[tuple, set[str]] = {}
+    for record in records:
+        place = (section.column(record), record["domain"], record["seed"])
+        found.setdefault(place, set()).add(label(value(record, key)))
+    return any(len(values) > 1 for values in found.values())
 
 
 def value(record: Record, key: str) -> Any:
@@ -256,10 +269,6 @@ def _as_number(text: str) -> tuple[float, str]:
         return math.inf, text
 
 
-def _flat(lists: Iterable[Iterable[Any]]) -> list[Any]:
-    return [item for items in lists for item in items]
-
-
 def best(figures: dict[str, dict[str, Figure]], column: str, figure: str = "top1") -> set[str]:
     """The rows that are best in a column as printed; none where all are alike."""
     shown = {row: round(cells[column].mean, 1) for row, cells in figures.items() if column in cells}
@@ -272,7 +281,7 @@ def best(figures: dict[str, dict[str, Figure]], column: str, figure: str = "top1
 # --- paired differences
 
 
-def differences(section: Section, figure: str = "top1") -> list[Difference]:
+def differences(section: Section) -> list[Difference]:
     """Every row against NoAdapt and against MGTTA, paired over domain and seed; for columns of an experiment's own,
     in each of them.
 
@@ -280,6 +289,7 @@ def differences(section: Section, figure: str = "top1") -> list[Difference]:
     independent of each other; with one domain it is over seeds. One pair has none.
     """
     found = []
+    figure = section.figure
     for column in [MEAN] if section.axis == "domain" else section.columns:
         values: dict[str, dict[tuple[str, int], float]] = {row: {} for row in section.rows}
         for record in section.records:
@@ -326,9 +336,9 @@ def _t_within(t: float, df: int) -> float:
     sin, cos = math.sin(theta), math.cos(theta)
     odd = df % 2
     total, term = 0.0, cos if odd else 1.0
-    for k in range(2 + odd, df + odd, 2):
+    for k in range(1, df // 2 + 1):
         total += term
-        term *= cos**2 * (k - 1) / k
+        term *= cos**2 * (2 * k / (2 * k + 1) if odd else (2 * k - 1) / (2 * k))
     return (theta + sin * total) * 2 / math.pi if odd else sin * total
 
 
@@ -363,17 +373,29 @@ def beside(section: Section) -> list[Beside]:
         rows = {row: table["rows"][row] for row in section.rows if row in table["rows"]}
         if table["experiment"] != section.experiment or not rows:
             continue
-        if table["columns"] not in ("figure", section.axis):
+        if table["columns"] not in ("figure", section.axis) or not _same_data(section, table):
             continue
         measured = _costs(section) if table["columns"] == "figure" else section.figures()
-        if table["experiment"] == "ablation" and set(section.domains) == set(CORRUPTIONS):
+        all_15 = set(section.domains) == set(CORRUPTIONS)
+        if table["experiment"] == "ablation" and all_15:
             measured = {row: {**cells, "imagenet-c": cells[MEAN]} for row, cells in measured.items() if MEAN in cells}
         own = unique(column for row in rows.values() for column in row)
         shared = [c for c in own if any(c in measured.get(row, {}) for row in rows)]
+        if table["columns"] == "domain" and set(own) - {MEAN} - set(section.domains):
+            shared = [c for c in shared if c != MEAN]  # a mean over other domains
+        if not shared:
+            continue
         differs = footing_differs(section.records, table["footing"])
-        chosen = {row: {c: f for c, f in cells.items() if c in own} for row, cells in measured.items() if row in rows}
-        found.append(Beside(table["table"], table["footing"], shared or own, chosen, rows, differs))
+        if table["columns"] != "domain" and table["footing"]["data"] == "ImageNet-C" and not all_15:
+            differs.insert(0, f"the means are over {_many(len(section.domains), 'domain')}, the paper's over 15")
+        chosen = {row: cells for row, cells in measured.items() if row in rows}
+        found.append(Beside(table["table"], table["footing"], shared, chosen, rows, differs))
     return found
+
+
+def _same_data(section: Section, table: dict[str, Any]) -> bool:
+    """Whether a table that the paper gives for several data sets is the one of the section's kind."""
+    return (table["footing"]["data"] == "ImageNet-R") == (section.domains == ["imagenet-r"])
 
 
 def _costs(section: Section) -> dict[str, dict[str, Figure]]:
@@ -386,7 +408,7 @@ def _costs(section: Section) -> dict[str, dict[str, Figure]]:
         memory = [r["peak_memory"] / 1e6 for r in records if r.get("peak_memory")]
         if memory:
             cells["megabytes"] = Figure.of(memory)
-        top1 = accuracy[row].get(MEAN) or next(iter(accuracy[row].values()), None)
+        top1 = accuracy[row].get(MEAN if len(section.domains) > 1 else section.domains[0])
         costs[row] = {**cells, **({"top1": top1} if top1 else {})}
     return costs
 
@@ -425,10 +447,12 @@ def footing_words(section: Section) -> str:
         found = sorted({v for v in values if v is not None})
         return f"{found[0]:,} to {found[-1]:,}" if len(found) > 1 else f"{found[0]:,}" if found else "unknown"
 
+    data = ", ".join(unique(str((r.get("protocol") or {}).get("data")) for r in records))
     seeds = len({record["seed"] for record in records})
     of_each = "" if len(section.domains) == 1 else " of each domain"
     return (
-        f"{protocol.get('model')} on {protocol.get('data')}; {_many(len(section.domains), 'domain')}, "
+        f"{protocol.get('model')} (weights {str(protocol.get('weights'))[:8]}) on {data}; "
+        f"{_many(len(section.domains), 'domain')}, "
         f"{span(r['images'] for r in records)} images{of_each}, severity {span(r.get('severity') for r in records)}, "
         f"batch {span(r.get('batch_size') for r in records)}, {_many(seeds, 'seed')}"
     )
@@ -444,8 +468,11 @@ def headline(section: Section) -> list[str]:
             row: max(cells.items(), key=lambda kv: kv[1].mean) for row, cells in figures.items() if cells
         }  # row -> (column, figure)
         row = max(tops, key=lambda r: tops[r][1].mean)
-        axis = AXIS_NAMES.get(section.axis, section.axis.replace("_", " "))
-        return [f"Highest: {row}, {percent(tops[row][1])}, at {axis} {_limit(tops[row][0])}."]
+        alike = [r for r in tops if f"{tops[r][1].mean:.1f}" == f"{tops[row][1].mean:.1f}"]
+        if len(alike) > 1:
+            return [f"The highest figures of {_and(alike)} are alike, {tops[row][1].mean:.1f} %."]
+        where = f"{section.axis_name}: {short(tops[row][0])}"
+        return [f"{row} is highest with {percent(tops[row][1])} ({where})."]
     column = MEAN if any(MEAN in cells for cells in figures.values()) else section.columns[0]
     ranked = sorted(
         ((cells[column], row) for row, cells in figures.items() if column in cells), key=lambda fr: -fr[0].mean
@@ -460,15 +487,17 @@ def headline(section: Section) -> list[str]:
         words = [f"{_and(top)} are alike at {ranked[0][0].mean:.1f} % {where}, and none is higher."]
     else:
         words = [f"{top[0]} is highest with {percent(ranked[0][0])} {where}."]
+    if len(ranked) < len(figures):
+        words.append(f"{_many(len(figures) - len(ranked), 'method')} of {len(figures)} not finished on all domains.")
     words += [sentence(d) for d in differences(section) if d.row in top and section.rows[d.against] == "noadapt"]
     return words
 
 
 def sentence(d: Difference) -> str:
-    if abs(d.mean) < 0.05:
-        far = f"{d.row} lies within 0.05 points of {d.against}"
+    if abs(d.mean) < 0.005:
+        far = f"{d.row} lies less than 0.01 points from {d.against}"
     else:
-        far = f"{d.row} lies {abs(d.mean):.1f} points {'above' if d.mean > 0 else 'below'} {d.against}"
+        far = f"{d.row} lies {abs(d.mean):.2f} points {'above' if d.mean > 0 else 'below'} {d.against}"
     if d.low is None or d.high is None:
         return f"{far}; one pair gives no confidence interval."
     sure = "" if d.low > 0 or d.high < 0 else ": these records cannot tell it from no difference"
@@ -480,8 +509,13 @@ def percent(f: Figure) -> str:
 
 
 def signed(x: float) -> str:
-    text = f"{x:+.1f}"
-    return text.replace("-", "−") if float(text) else "0.0"
+    text = f"{x:+.2f}"
+    return text.replace("-", "−") if float(text) else "0.00"
+
+
+def printed(x: float | None) -> str:
+    """A published figure as the paper prints it."""
+    return "–" if x is None else f"{x:,}" if isinstance(x, int) else f"{x:.1f}"
 
 
 def _many(n: int, what: str) -> str:
@@ -492,10 +526,6 @@ def _and(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _limit(column: str) -> str:
-    return "without limit" if column == "inf" else column
-
-
 def short(column: str) -> str:
     return SHORT.get(column, "∞" if column == "inf" else column)
 
@@ -503,13 +533,14 @@ def short(column: str) -> str:
 # --- markdown and LaTeX
 
 
-def markdown(records: Sequence[Record], figure: str = "top1") -> str:
+def markdown(records: Sequence[Record], figure: str | None = None) -> str:
     """The tables of the records, one for each section: one row a method, one column a domain, and the mean."""
     return "\n\n".join(_markdown_table(section, figure) for section in sections(records))
 
 
-def _markdown_table(section: Section, figure: str = "top1") -> str:
+def _markdown_table(section: Section, figure: str | None = None) -> str:
     figures = section.figures(figure)
+    figure = figure or section.figure
     columns = section.headings(figures)
     lines = [_row(["method", *map(short, columns)]), "|---" * (len(columns) + 1) + "|"]
     tops = {column: best(figures, column, figure) for column in columns}
@@ -537,17 +568,18 @@ def _markdown(text: str) -> str:
     return text
 
 
-def latex(records: Sequence[Record], figure: str = "top1") -> str:
+def latex(records: Sequence[Record], figure: str | None = None) -> str:
     """The same tables in LaTeX; they need the package booktabs."""
     return "\n\n".join(_latex_table(section, figure) for section in sections(records))
 
 
-def _latex_table(section: Section, figure: str = "top1") -> str:
+def _latex_table(section: Section, figure: str | None = None) -> str:
     figures = section.figures(figure)
+    figure = figure or section.figure
     columns = section.headings(figures)
     tops = {column: best(figures, column, figure) for column in columns}
-    axis = AXIS_NAMES.get(section.axis)
-    caption = f"{section.title}: accuracy (\\%){f' by {axis}' if axis else ''}. {_latex(footing_words(section))}."
+    by = "" if section.axis == "domain" else f" by {section.axis_name}"
+    caption = _latex(f"{section.title}: accuracy (%){by}. {footing_words(section)}.")
     lines = [
         r"\begin{table}[t]", r"\centering", f"\\caption{{{caption}}}",
         f"\\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule",
@@ -590,10 +622,10 @@ def markdown_report(found: Sequence[Section]) -> str:
 
 def notes(section: Section) -> str:
     """What a reader of the table must know."""
-    words = ["Accuracy in percent"]
+    words = ["Accuracy in percent" + (" on the images left" if section.figure == "remaining" else "")]
     if section.axis != "domain":
-        axis = AXIS_NAMES.get(section.axis, section.axis.replace("_", " "))
-        words.append(f"mean over domains, by {axis}" if len(section.domains) > 1 else f"by {axis}")
+        by = f"by {section.axis_name}"
+        words.append(f"mean over domains, {by}" if len(section.domains) > 1 else by)
     if any(f.std is not None for cells in section.figures().values() for f in cells.values()):
         words.append("± standard deviation over seeds")
     text = ", ".join(words) + "."
@@ -621,10 +653,10 @@ def interval(d: Difference) -> str:
 
 def _markdown_beside(table: Beside) -> list[str]:
     lines = [_row(["method", "", *map(short, table.columns)]), "|---" * (len(table.columns) + 2) + "|"]
-    for row, printed in table.printed.items():
+    for row, own in table.printed.items():
         measured = table.measured.get(row, {})
         lines.append(_row([row, "measured", *(_cell(measured.get(c), False, "") for c in table.columns)]))
-        lines.append(_row(["", "published", *(label(printed.get(c), "–") for c in table.columns)]))
+        lines.append(_row(["", "published", *(printed(own.get(c)) for c in table.columns)]))
     return lines
 
 

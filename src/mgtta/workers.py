@@ -3,7 +3,7 @@
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -34,7 +34,8 @@ def spread(
         if waiting:
             own = (i for i, task in enumerate(waiting) if last is not None and kin(task) == kin(last))
             busy[connection] = waiting.pop(next(own, 0))
-            connection.send(busy[connection])
+            with suppress(BrokenPipeError):  # it is dead, which the next reading tells
+                connection.send(busy[connection])
 
     try:
         with _deaf_to_interrupts():
@@ -46,8 +47,8 @@ def spread(
         for connection in processes:
             give(connection)
         while busy:
-            for connection in wait(list(busy)):
-                assert isinstance(connection, Connection)
+            ready = wait(list(busy))
+            for connection in [c for c in busy if c in ready]:
                 task = busy.pop(connection)
                 try:
                     fine, result = connection.recv()

@@ -171,7 +171,7 @@ def open_dataset(
     root = Path(path).expanduser()
     if not root.is_dir():
         raise _not_found(root, kind, "it is a file" if root.exists() else "it does not exist")
-    if kind == "imagenet-c" or (kind is None and _is_imagenet_c(root)):
+    if kind == "imagenet-c" or (kind is None and is_imagenet_c(root)):
         raise ValueError(f"{root} is ImageNet-C: open one corruption, by imagenet_c({str(root)!r}, NAME)")
     return ImageFolder(root, kind or ("folder" if _class_folders(root) else "flat"), **options)
 
@@ -242,7 +242,7 @@ def _is_severities(folder: Path) -> bool:
     return bool(found) and set(found) <= set("12345")
 
 
-def _is_imagenet_c(root: Path) -> bool:
+def is_imagenet_c(root: Path) -> bool:
     folders = _folders(root)
     return bool(folders) and _is_severities(root / folders[0]) and not _image_files(root / folders[0])
 

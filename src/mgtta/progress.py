@@ -1,0 +1,94 @@
+"""What a benchmark does while it does it: bars for people, lines of JSON for machines."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from mgtta.bench import Watch
+from mgtta.evaluation import Record
+from mgtta.experiments import Cell
+
+
+class Bars(Watch):
+    """A bar with the cells done and the time left, and a line on what runs: accuracy so far and images a second."""
+
+    def __init__(self) -> None:
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[now]}"),
+        )  # fmt: skip
+        self.progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        self.task: TaskID | None = None
+        self.finished, self.total = 0, 0
+        self.running: tuple[Cell | None, float] = (None, 0.0)  # the cell that runs here, and since when
+        self.seen = 0
+
+    def __enter__(self) -> "Bars":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def start(self, title: str, cells: int, finished: int) -> None:
+        self.finished, self.total = finished, cells
+        self.task = self.progress.add_task(title, total=cells, completed=finished, now="")
+
+    def note(self, text: str) -> None:
+        self._show(text)
+
+    def batch(self, cell: Cell, record: Record, part: float) -> None:
+        if self.running[0] is not cell:
+            self.running, self.seen = (cell, time.perf_counter()), 0
+        self.seen += record.sizes[-1]
+        rate = self.seen / max(time.perf_counter() - self.running[1], 1e-9)
+        accuracy = "" if record.top1 is None else f": {record.top1:.1f} %"
+        self._show(f"{cell.method} on {record.domain}{accuracy}, {rate:.0f} images/s", part)
+
+    def cell(self, cell: Cell, records: list[dict[str, Any]], fresh: bool) -> None:
+        if fresh:
+            self.finished += 1
+            self._show(_result(cell, records))
+
+    def _show(self, text: str, part: float = 0.0) -> None:
+        if self.task is not None:
+            self.progress.update(self.task, completed=min(self.finished + part, self.total), now=text)
+
+
+class Lines(Watch):
+    """One line of JSON on the standard output for each event: start, note, record, end."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.records = 0
+
+    def __enter__(self) -> "Lines":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is None:
+            self._say("end", records=self.records, out=str(self.out))
+
+    def start(self, title: str, cells: int, finished: int) -> None:
+        self._say("start", experiment=title, cells=cells, finished=finished)
+
+    def note(self, text: str) -> None:
+        self._say("note", text=text)
+
+    def cell(self, cell: Cell, records: list[dict[str, Any]], fresh: bool) -> None:
+        for record in records:
+            self.records += 1
+            self._say("record", fresh=fresh, **record)
+
+    def _say(self, event: str, **content: Any) -> None:
+        print(json.dumps({"event": event, **content}), flush=True)
+
+
+def _result(cell: Cell, records: list[dict[str, Any]]) -> str:
+    found = [r["top1"] for r in records if r["top1"] is not None]
+    accuracy = f": {sum(found) / len(found):.1f} %" if found else ""
+    return f"{cell}{accuracy}"
