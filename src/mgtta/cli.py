@@ -269,7 +269,7 @@ def doctor() -> None:
 
 @app.command()
 def demo(
-    images: Annotated[int, typer.Option(help="Images of each corruption.")] = 256,
+    images: Annotated[int, typer.Option(help="Images of each corruption.")] = 512,
     methods: Annotated[str, typer.Option(help="Names, separated by commas; see `mgtta list`.")] = "noadapt,mgtta",
     device: Device = None,
 ) -> None:
