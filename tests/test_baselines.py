@@ -8,6 +8,8 @@ import pytest
 import torch
 from conftest import CLASSES, NETS, confident_vit, images, vit
 from torch import nn
+from transcription import entropy as H
+from transcription import softmax as probabilities
 
 import mgtta
 from mgtta._timm import timm
@@ -36,16 +38,6 @@ def unsure_vit(scale=40.0):
 def close(a, b):
     a, b = (torch.as_tensor(v, dtype=torch.float64) for v in (a, b))
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-
-
-def probabilities(row):
-    top = max(row)
-    p = [math.exp(a - top) for a in row]
-    return [a / sum(p) for a in p]
-
-
-def H(row):
-    return -sum(a * math.log(a) for a in probabilities(row) if a > 0)
 
 
 def cross(target, row):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import CLASSES, NETS, confident_vit, convnet, images, vit
 from torch import nn
+from transcription import entropy, softmax
 
 import mgtta
 from mgtta._timm import timm
@@ -32,16 +33,6 @@ def foa(model, **settings):
 
 def numbers(n, d, seed=0):
     return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def softmax(row):
-    top = max(row)
-    exp = [math.exp(v - top) for v in row]
-    return [v / sum(exp) for v in exp]
-
-
-def entropy(row):
-    return -sum(p * math.log(p) for p in softmax(row) if p > 0)
 
 
 def unit(row):

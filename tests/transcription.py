@@ -5,6 +5,17 @@ import math
 import torch
 
 
+def softmax(row):
+    top = max(row)
+    exp = [math.exp(a - top) for a in row]
+    return [a / sum(exp) for a in exp]
+
+
+def entropy(row):
+    """Of the softmax of a row of logits."""
+    return -sum(p * math.log(p) for p in softmax(row) if p > 0)
+
+
 def layer_norm(u, gain, bias, eps=1e-6):
     mean = sum(u) / len(u)
     var = sum((a - mean) ** 2 for a in u) / len(u)
@@ -105,10 +116,7 @@ def objective(logits, features, mean, std, trade_off):
     n = len(logits)
     total = 0.0
     for row in logits.tolist():
-        top = max(row)
-        p = [math.exp(a - top) for a in row]
-        p = [a / sum(p) for a in p]
-        total -= sum(a * math.log(a) for a in p if a > 0) / n
+        total += entropy(row) / n
     for f_, mu_s, sigma_s in zip(features, mean, std, strict=True):
         for j in range(f_.shape[1]):
             column = f_[:, j].tolist()

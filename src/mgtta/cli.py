@@ -52,6 +52,7 @@ def adapt(
 ) -> None:
     """Predict a folder or tar of images, adapting along the way; write the predictions and the state."""
     import mgtta
+    from mgtta.bars import progress_bar
     from mgtta.data.streams import stream
     from mgtta.files import check_kind, read_tree, writable, write_tree
     from mgtta.predictions import prediction_file
@@ -73,7 +74,7 @@ def adapt(
     if classes is not None and len(classes) != classifier.num_classes:
         typer.echo(f"{len(classes)} class folders, {classifier.num_classes} classes: labels not used", err=True)
         batches, classes = (batch._replace(y=None) for batch in batches), None
-    with _progress() as progress, prediction_file(out, images.name, classes) as file:
+    with progress_bar(transient=True) as progress, prediction_file(out, images.name, classes) as file:
         task = progress.add_task(f"{method} on {data.name}", total=total)
 
         def on_batch(record: Any, batch: Any, logits: Any) -> None:
@@ -353,14 +354,6 @@ def _device(device: str | None) -> str:
     if device and torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"torch finds no GPU for --device {device}: use --device cpu, or a CUDA build of torch")
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _progress() -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def _print(*tables: Any) -> None:

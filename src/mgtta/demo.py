@@ -4,11 +4,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 
+from mgtta.bars import progress_bar
 from mgtta.data.corruptions import CORRUPTIONS
 from mgtta.data.glyphs import Glyphs
 from mgtta.data.streams import Batch, corrupted, stream
@@ -33,9 +32,8 @@ def run(images: int, methods: Sequence[str], device: str = "cpu", batch_size: in
             settings["source"] = load_source(MODEL)
         adapting[name] = create(name, model, **settings)
     batches = list(stream(corrupted(Glyphs(images)), batch_size=batch_size, device=device))
-    columns = (TextColumn("{task.description:34}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     found: dict[str, list[Record]] = {}
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with progress_bar(description="{task.description:34}") as progress:
         for name, method in adapting.items():
             task = progress.add_task(name, total=len(batches))
 

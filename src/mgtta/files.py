@@ -37,9 +37,10 @@ def atomic(path: str | os.PathLike) -> Iterator[Path]:
 
 def writable(path: str | os.PathLike) -> None:
     """Find out now, not after hours of work, that a file cannot be written."""
-    with atomic(Path(path).with_name(f".{Path(path).name}.probe")):
+    probe = Path(path).with_name(f".{Path(path).name}.probe")
+    with atomic(probe):
         pass
-    Path(path).with_name(f".{Path(path).name}.probe").unlink()
+    probe.unlink()
 
 
 def _umask() -> int:

@@ -158,9 +158,9 @@ class Classifier(nn.Module):
             raise ValueError(f"the batch is empty or has no batch dimension: its shape is {tuple(x.shape)}")
         if x.dtype != torch.uint8 and not x.is_floating_point():
             raise TypeError(f"images must be uint8, or float in [0, 1], not {x.dtype}")
-        scale = 255 if x.dtype == torch.uint8 else 1
         like = next(self.net.parameters())
-        return x.to(like.device, like.dtype, non_blocking=True) / scale
+        moved = x.to(like.device, like.dtype, non_blocking=True)
+        return moved / 255 if x.dtype == torch.uint8 else moved
 
     def _prepare(self, x: Tensor) -> Tensor:
         x = self.pixels(x)

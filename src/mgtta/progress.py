@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import TaskID, TextColumn
 
+from mgtta.bars import progress_bar
 from mgtta.bench import Watch
 from mgtta.evaluation import Record
 from mgtta.experiments import Cell
@@ -17,11 +17,7 @@ class Bars(Watch):
     """A bar with the cells done and the time left, and a line on what runs: accuracy so far and images a second."""
 
     def __init__(self) -> None:
-        columns = (
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[now]}"),
-        )  # fmt: skip
-        self.progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        self.progress = progress_bar(TextColumn("{task.fields[now]}"), compact=True, transient=True)
         self.task: TaskID | None = None
         self.finished, self.total = 0, 0
         self.running: tuple[Cell | None, float] = (None, 0.0)  # the cell that runs here, and since when

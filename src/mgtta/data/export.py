@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mgtta.bars import progress_bar
 
 from .corruptions import CORRUPTIONS, SEVERITIES, VALIDATION_CORRUPTIONS, corrupt, frost_source
 
@@ -78,8 +79,7 @@ def corrupt_folder(
 
     result = Export()
     jobs = [(corruption, severity) for corruption in corruptions for severity in severities]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, disable=not progress) as bar:
+    with progress_bar(disable=not progress, console=None) as bar:
         task = bar.add_task("corrupting", total=len(images) * len(jobs))
         for start in range(0, len(images), batch_size):
             batch = range(start, min(start + batch_size, len(images)))
