@@ -1,0 +1,593 @@
+"""Variants of the objective, of the optimizer and of its training, tried on DeiT-Tiny: docs/research.md is the log.
+
+    python benchmarks/research.py STAGE --data SHARDS --checkpoint DEIT_TINY --out runs/research --workers 12
+
+A stage is a list of tasks, spread over processes; a finished task is not run again. Choices are made on shard 0 under
+the four validation corruptions, on images that no generator was trained on, twice over with two draws of the
+corruption, so that a stream is about as long as the test's. The test is shards 1 and 2 under the fifteen.
+
+Notation    theta  the norm parameters, flat, (n,); g  the objective's gradient; phi  a generator's weights
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import imagenet
+import torch
+from torch import Tensor, nn
+
+from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS, corrupt
+from mgtta.files import atomic, read_tensors, write_tensors
+from mgtta.generator import GradientMemory
+from mgtta.losses import entropy
+from mgtta.models import Classifier
+from mgtta.params import norm_parameters
+from mgtta.workers import spread
+
+# --- what is varied
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is lowered, and how predictions are made."""
+
+    trade_off: float = 0.4  # lambda of Eq. 7
+    tokens: str = "class"  # whose statistics: "class", "patch" or "both"
+    patch_weight: float = 1.0
+    history: float = 0.0  # weight of earlier batches in the statistics
+    entropy_weight: float = 1.0
+    margin: float = math.inf  # images above this entropy, in units of ln C, do not count
+    balance: float = 0.0  # weight of the negative entropy of the mean prediction
+    recentre: float = 0.0  # share of the final features' mean shift that is taken back before the head
+    late: bool = False  # the last layers' statistics alone: the second half
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What moves theta."""
+
+    name: str = "adam"  # or "learned"
+    lr: float = 5e-3
+    decay: float = math.inf  # lr / sqrt(1 + t / decay)
+    generator: str | None = None  # the name of a training
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a generator is trained: in episodes of one corruption each, from the source model."""
+
+    inputs: tuple[str, ...] = ("momentum", "gradient")
+    hidden_size: int = 8
+    lr: float = 5e-3
+    decay: float = math.inf
+    batch: int = 32
+    steps: int = 32  # of an episode
+    episodes: int = 60
+    unroll: int = 1  # steps that credit reaches back
+    outer: str = "objective"  # or "twin": cross-entropy with the source model's prediction on the clean image
+    outer_lr: float = 1e-2
+    images: int = 128
+    flip: bool = True
+    seed: int = 0
+    objective: Objective = field(default_factory=Objective)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One rule on one objective over streams."""
+
+    rule: Rule
+    objective: Objective = field(default_factory=Objective)
+    split: str = "validation"
+    setting: str = "reset"  # or "mixed", "continual"
+    batch: int = 64
+    seed: int = 0
+    max_updates: int | None = None
+    images: int | None = None
+
+
+def key(task: Any) -> str:
+    text = json.dumps([type(task).__name__, dataclasses.asdict(task)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+# --- the model, its statistics, the objective
+
+
+class Model:
+    """A ViT's logits and token statistics as a function of flat theta."""
+
+    def __init__(self, classifier: Classifier):
+        self.classifier = classifier.requires_grad_(False)
+        self.params = [p.requires_grad_() for p in norm_parameters(classifier)]
+        self.sizes = [p.numel() for p in self.params]
+        self.source = self.theta
+        self.classes = classifier.num_classes
+        vit = classifier.net
+        self.norms = [block.norm1 for block in vit.blocks[1:]] + [vit.norm]
+        names = [name for name, p in classifier.named_parameters() if p.requires_grad]
+        self.kind = self._spread([-1.0 if name.endswith("weight") else 1.0 for name in names])
+        self.depth = self._spread([2 * i / (len(names) - 1) - 1 for i in range(len(names))])
+
+    def _spread(self, values: list[float]) -> Tensor:
+        parts = [torch.full((size,), value) for value, size in zip(values, self.sizes, strict=True)]
+        return torch.cat(parts).to(self.params[0].device)
+
+    @property
+    def theta(self) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in self.params])
+
+    @torch.no_grad()
+    def put(self, theta: Tensor) -> None:
+        for p, value in zip(self.params, theta.split(self.sizes), strict=True):
+            p.copy_(value.view_as(p))
+
+    def run(self, x: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Logits, the tokens (N, L, d) that each tapped norm leaves, and what the head saw."""
+        tokens: list[Tensor] = []
+        handles = [norm.register_forward_hook(lambda _m, _i, out: tokens.append(out)) for norm in self.norms]
+        try:
+            logits = self.classifier(x)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return logits, tokens, tokens[-1][:, 0]
+
+
+def pieces(tokens: list[Tensor], objective: Objective) -> Iterator[tuple[Tensor, float]]:
+    """Each layer's features, (rows, d), and what they weigh."""
+    chosen = tokens[len(tokens) // 2 :] if objective.late else tokens
+    for t in chosen:
+        if objective.tokens in ("class", "both"):
+            yield t[:, 0], 1.0
+        if objective.tokens in ("patch", "both"):
+            yield t[:, 1:].flatten(0, 1), objective.patch_weight
+
+
+def moments(features: Tensor) -> tuple[Tensor, Tensor]:
+    std = features.std(0) if len(features) > 1 else features.new_zeros(features.shape[1])
+    return features.mean(0), std
+
+
+class Loss:
+    """The objective with its state: averages over earlier batches."""
+
+    def __init__(self, objective: Objective, model: Model, statistics: list[tuple[Tensor, Tensor]], centre: Tensor):
+        self.o, self.model, self.statistics, self.centre = objective, model, statistics, centre
+        self.reset()
+
+    def reset(self) -> None:
+        self.past: list[tuple[Tensor, Tensor]] | None = None
+        self.mean_p: Tensor | None = None
+        self.seen: Tensor | None = None  # the running mean of the final features
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits (N, C), as predicted, and the scalar to lower."""
+        logits, tokens, final = self.model.run(x)
+        o = self.o
+        e = entropy(logits)
+        keep = (e.detach() < o.margin * math.log(self.model.classes)).float()
+        loss = o.entropy_weight * (e * keep).sum() / keep.sum().clamp(min=1)
+        now = [(moments(f), weight) for f, weight in pieces(tokens, o)]
+        single = len(x) == 1 and o.tokens == "class"
+        mixed = []
+        for i, (((mean, std), weight), (mu, sigma)) in enumerate(zip(now, self.statistics, strict=True)):
+            if self.past is not None and o.history:
+                mean = o.history * self.past[i][0] + (1 - o.history) * mean
+                std = o.history * self.past[i][1] + (1 - o.history) * std
+            mixed.append((mean.detach(), std.detach()))
+            distance = (mean - mu).square().sum() + (0 if single else (std - sigma).square().sum())
+            loss = loss + o.trade_off / 64 * weight * distance / (1 - o.history)
+        self.past = mixed
+        if o.balance:
+            p = logits.softmax(-1).mean(0)
+            if self.mean_p is not None:
+                p = 0.9 * self.mean_p + 0.1 * p
+            self.mean_p = p.detach()
+            loss = loss + o.balance * (p * (p + 1e-8).log()).sum() * (10 if self.mean_p is not None else 1)
+        if o.recentre:
+            mean = final.detach().mean(0)
+            self.seen = mean if self.seen is None else 0.9 * self.seen + 0.1 * mean
+            with torch.no_grad():
+                logits = self.model.classifier.head(final + o.recentre * (self.centre - self.seen))
+        return logits.detach(), loss
+
+
+# --- rules
+
+
+class Inputs:
+    """Per coordinate: what a generator sees of the gradients so far. (n, number of inputs)"""
+
+    BETAS, SLOW, EPS = (0.9, 0.99), 0.97, 1e-8
+
+    def __init__(self, names: tuple[str, ...], model: Model, lr: float):
+        self.names, self.model, self.lr = names, model, lr
+        zeros = torch.zeros_like(model.source)
+        self.m, self.v, self.slow, self.t, self.travel = zeros, zeros, zeros, 0, 0.0
+
+    def __call__(self, grad: Tensor, theta: Tensor) -> Tensor:
+        self.t += 1
+        a, b = self.BETAS
+        self.m = a * self.m + (1 - a) * grad
+        self.v = b * self.v + (1 - b) * grad.square()
+        self.slow = self.SLOW * self.slow + (1 - self.SLOW) * grad
+        t = self.t + 1  # the released system's power
+        size = (self.v / (1 - b**t)).sqrt() + self.EPS
+        columns = {
+            "momentum": lambda: self.m / (1 - a**t) / size,
+            "gradient": lambda: grad / size,
+            "slow": lambda: self.slow / (1 - self.SLOW**t) / size,
+            "magnitude": lambda: torch.tanh(0.3 * (size.log() - size.log().mean())),
+            "time": lambda: torch.full_like(grad, self.t**-0.5),
+            "late": lambda: torch.full_like(grad, math.tanh(self.t / 32)),
+            "kind": lambda: self.model.kind,
+            "depth": lambda: self.model.depth,
+            "travel": lambda: torch.tanh((theta - self.model.source) / (self.lr * self.t**0.5)),
+        }
+        return torch.stack([columns[name]() for name in self.names], 1)
+
+
+class Generator(nn.Module):
+    """The paper's generator with any number of inputs, and a learned decay of its step."""
+
+    def __init__(self, inputs: int, hidden_size: int):
+        super().__init__()
+        self.q_proj = nn.Linear(inputs, hidden_size, bias=False)
+        self.memory = GradientMemory(hidden_size)
+        self.memory.k_proj = nn.Linear(inputs, hidden_size, bias=False)
+        self.memory.v_proj = nn.Linear(inputs, hidden_size, bias=False)
+        self.memory.lr_weight = nn.Parameter(torch.randn(inputs) * 0.02)
+        self.post_norm = nn.LayerNorm(hidden_size, eps=1e-6)
+        self.o_proj = nn.Linear(hidden_size, 1, bias=False)
+
+    def forward(self, z: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, memory = self.memory(z, self.q_proj(z), memory)
+        return torch.tanh(self.o_proj(self.post_norm(hidden))).squeeze(-1), memory
+
+
+class Mover:
+    """theta -> theta, given a gradient."""
+
+    def __init__(self, rule: Rule, model: Model, generator: Generator | None, inputs: tuple[str, ...]):
+        self.rule, self.model, self.generator, self.inputs = rule, model, generator, inputs
+        self.reset()
+
+    def reset(self) -> None:
+        self.t = 0
+        if self.generator is not None:
+            self.z = Inputs(self.inputs, self.model, self.rule.lr)
+            self.memory = self.generator.memory.init(len(self.model.source))
+        else:
+            self.m = self.v = torch.zeros_like(self.model.source)
+
+    @torch.no_grad()
+    def __call__(self, theta: Tensor, grad: Tensor) -> Tensor:
+        lr = self.rule.lr / math.sqrt(1 + self.t / self.rule.decay)
+        self.t += 1
+        if self.generator is not None:
+            update, self.memory = self.generator(self.z(grad, theta), self.memory)
+        else:
+            self.m = 0.9 * self.m + 0.1 * grad
+            self.v = 0.999 * self.v + 0.001 * grad.square()
+            update = self.m / (1 - 0.9**self.t) / ((self.v / (1 - 0.999**self.t)).sqrt() + 1e-8)
+        return theta - lr * update
+
+
+# --- the laboratory: one in each process
+
+
+class Lab:
+    def __init__(self, data: str, checkpoint: str, device: str, out: Path):
+        torch.set_num_threads(1)
+        if device == "cuda":
+            torch.set_float32_matmul_precision("high")
+            torch.backends.cudnn.allow_tf32 = True
+        self.data, self.device, self.out = Path(data), device, out
+        self.model = Model(imagenet.deit_tiny(checkpoint, device))
+        self._images: dict[str, tuple[Tensor, Tensor]] = {}
+        self._domains: dict[Any, Tensor] = {}
+        self._statistics: dict[Any, Any] = {}
+
+    def images(self, split: str) -> tuple[Tensor, Tensor]:
+        """uint8 images and labels: "training", "validation" or "test"."""
+        if split not in self._images:
+            parts = {"training": imagenet.TRAINING, "validation": imagenet.CHOOSING}
+            held = (
+                imagenet.shard(self.data, 0).part(parts[split]) if split in parts else imagenet.shard(self.data, 1, 2)
+            )
+            self._images[split] = held.x.to(self.device), held.labels.to(self.device)
+        return self._images[split]
+
+    def domain(self, split: str, name: str, seed: int) -> Tensor:
+        found = self._domains.get((split, name, seed))
+        if found is None:
+            found = self._domains[split, name, seed] = corrupt(self.images(split)[0], name, 5, seed=seed)
+        return found
+
+    def loss(self, objective: Objective) -> Loss:
+        """With statistics of shard 0's clean images."""
+        about = (objective.tokens, objective.late)
+        if about not in self._statistics:
+            self.model.put(self.model.source)
+            x = torch.cat([self.images("training")[0], self.images("validation")[0]])
+            sums: list[list[Tensor]] = []
+            centre, rows = 0.0, 0
+            with torch.no_grad():
+                for part in x.split(64):
+                    _, tokens, final = self.model.run(part)
+                    centre, rows = centre + final.sum(0), rows + len(part)
+                    for i, (f, _) in enumerate(pieces(tokens, objective)):
+                        f = f.double()
+                        own = [f.new_tensor(len(f)), f.sum(0), f.square().sum(0)]
+                        if len(sums) <= i:
+                            sums.append(own)
+                        else:
+                            sums[i] = [a + b for a, b in zip(sums[i], own, strict=True)]
+            found = [(s / n, ((q - s * s / n) / (n - 1)).clamp(min=0).sqrt()) for n, s, q in sums]
+            self._statistics[about] = [(a.float(), b.float()) for a, b in found], centre / rows
+        return Loss(objective, self.model, *self._statistics[about])
+
+    def __call__(self, task: Any) -> dict[str, Any]:
+        start = time.perf_counter()
+        result = self.train(task) if isinstance(task, Training) else self.try_out(task)
+        return {"key": key(task), "task": dataclasses.asdict(task), "seconds": time.perf_counter() - start, **result}
+
+    # --- trials
+
+    def streams(self, trial: Trial) -> list[tuple[str, list[tuple[Tensor, Tensor]]]]:
+        """Name and batches of each stream; the validation images come twice, under two draws."""
+        names = VALIDATION_CORRUPTIONS if trial.split == "validation" else CORRUPTIONS
+        passes = (0, 1) if trial.split == "validation" else (trial.seed,)
+        _, labels = self.images(trial.split)
+        n = min(trial.images or len(labels), len(labels))
+        order = torch.Generator().manual_seed(trial.seed)
+        found = []
+        for name in names:
+            rows = [torch.randperm(len(labels), generator=order)[:n].to(self.device) for _ in passes]
+            x = torch.cat([self.domain(trial.split, name, s)[r] for s, r in zip(passes, rows, strict=True)])
+            found.append((name, x, torch.cat([labels[r] for r in rows])))
+        if trial.setting == "mixed":
+            x, y = (torch.cat([f[i] for f in found]) for i in (1, 2))
+            rows = torch.randperm(len(y), generator=order).to(self.device)
+            found = [("mixed", x[rows], y[rows])]
+        return [(d, list(zip(x.split(trial.batch), y.split(trial.batch), strict=True))) for d, x, y in found]
+
+    def generator(self, name: str | None) -> tuple[Generator | None, tuple[str, ...]]:
+        if name is None:
+            return None, ()
+        tensors, metadata = read_tensors(self.out / f"{name}.safetensors")
+        inputs = tuple(json.loads(metadata["inputs"]))
+        generator = Generator(len(inputs), int(metadata["hidden_size"]))
+        generator.load_state_dict(tensors)
+        return generator.to(self.device).requires_grad_(False), inputs
+
+    def try_out(self, trial: Trial) -> dict[str, Any]:
+        loss = self.loss(trial.objective)
+        mover = Mover(trial.rule, self.model, *self.generator(trial.rule.generator))
+        accuracy, curves = {}, {}
+        theta = self.model.source
+        for i, (name, batches) in enumerate(self.streams(trial)):
+            if trial.setting != "continual" or i == 0:
+                theta = self.model.source
+                mover.reset()
+                loss.reset()
+            hits = []
+            for t, (x, y) in enumerate(batches):
+                self.model.put(theta)
+                if trial.max_updates is not None and t >= trial.max_updates:
+                    with torch.no_grad():
+                        logits, _ = loss(x)
+                else:
+                    logits, value = loss(x)
+                    grads = torch.autograd.grad(value, self.model.params)
+                    moved = mover(theta, torch.cat([g.flatten() for g in grads]))
+                    theta = torch.where(moved.isfinite().all(), moved, theta)
+                hits.append((logits.argmax(1) == y).sum())
+            curve = torch.stack(hits).tolist()
+            accuracy[name] = 100 * sum(curve) / sum(len(y) for _, y in batches)
+            curves[name] = curve
+        self.model.put(self.model.source)
+        early = sum(sum(c[:10]) for c in curves.values())
+        return {"mean": statistics.mean(accuracy.values()), "early": early, "accuracy": accuracy}
+
+    # --- training
+
+    def train(self, training: Training) -> dict[str, Any]:
+        torch.manual_seed(training.seed)
+        generator = Generator(len(training.inputs), training.hidden_size).to(self.device)
+        phi = list(generator.parameters())
+        outer = torch.optim.Adam(phi, lr=training.outer_lr)
+        total = training.episodes * training.steps
+        loss, model = self.loss(training.objective), self.model
+        rng = torch.Generator().manual_seed(training.seed)
+        values, done = [], 0
+        for episode in range(training.episodes):
+            batches = self._episode(training, episode, rng)
+            theta, memory = model.source, generator.memory.init(len(model.source))
+            z, travelled, surrogate, held = Inputs(training.inputs, model, training.lr), 0.0, 0.0, 0
+            loss.reset()
+            for t, (x, clean) in enumerate(batches):
+                model.put(theta)
+                grad, outer_grad, value = self._gradients(loss, x, clean, training.outer)
+                values.append(value)
+                if isinstance(travelled, Tensor):  # d outer / d phi, through the steps since the last cut
+                    surrogate = surrogate - (outer_grad * travelled).sum()
+                    held += 1
+                if held == training.unroll:
+                    rate = training.outer_lr * (1 + math.cos(math.pi * done / total)) / 2
+                    for group in outer.param_groups:
+                        group["lr"] = rate
+                    outer.zero_grad()
+                    surrogate.backward()
+                    nn.utils.clip_grad_norm_(phi, 1.0)
+                    outer.step()
+                    memory, travelled, surrogate, held = memory.detach(), 0.0, 0.0, 0
+                lr = training.lr / math.sqrt(1 + t / training.decay)
+                update, memory = generator(z(grad, theta), memory)
+                travelled = travelled + lr * update
+                theta = (theta - lr * update).detach()
+                done += 1
+        model.put(model.source)
+        metadata = {"inputs": json.dumps(training.inputs), "hidden_size": str(training.hidden_size)}
+        weights = {name: p.detach().cpu().contiguous() for name, p in generator.state_dict().items()}
+        write_tensors(self.out / f"{key(training)}.safetensors", weights, metadata)
+        losses = torch.stack(values)
+        tenth = max(1, len(losses) // 10)
+        return {"first": losses[:tenth].mean().item(), "last": losses[-tenth:].mean().item()}
+
+    def _episode(self, training: Training, episode: int, rng: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of one corruption, drawn anew, and their clean twins."""
+        x, _ = self.images("training")
+        x = x[: training.images]
+        name = VALIDATION_CORRUPTIONS[episode % len(VALIDATION_CORRUPTIONS)]
+        for step in range(training.steps):
+            rows = torch.randperm(len(x), generator=rng)[: training.batch]
+            clean = x[rows.to(self.device)]
+            if training.flip and torch.rand((), generator=rng) < 0.5:
+                clean = clean.flip(-1)
+            yield corrupt(clean, name, 5, seed=1000 + episode * training.steps + step), clean
+
+    def _gradients(self, loss: Loss, x: Tensor, clean: Tensor, outer: str) -> tuple[Tensor, Tensor, Tensor]:
+        """The inner gradient, the outer one, and the outer loss."""
+        params = self.model.params
+        if outer == "objective":
+            _, value = loss(x)
+            grad = torch.cat([g.flatten() for g in torch.autograd.grad(value, params)])
+            return grad, grad, value.detach()
+        theta = self.model.theta
+        self.model.put(self.model.source)
+        with torch.no_grad():
+            target = self.model.classifier(clean).softmax(-1)
+        self.model.put(theta)
+        found: list[Tensor] = []
+        handle = self.model.classifier.net.register_forward_hook(lambda _m, _i, out: found.append(out))
+        _, value = loss(x)
+        handle.remove()
+        twin = -(target * found[0].log_softmax(-1)).sum(-1).mean()
+        inner = torch.autograd.grad(value, params, retain_graph=True)
+        beyond = torch.autograd.grad(twin, params)
+        grad, outer_grad = (torch.cat([g.flatten() for g in gs]) for gs in (inner, beyond))
+        return grad, outer_grad, twin.detach()
+
+
+# --- stages
+
+
+def adam(**more: Any) -> list[Rule]:
+    return [Rule(lr=lr, **more) for lr in (2e-3, 5e-3, 1e-2)]
+
+
+def objectives() -> list[Any]:
+    """Stage 1: what to lower, with Adam, one piece changed at a time."""
+    changed: list[dict[str, Any]] = [
+        *({"trade_off": v} for v in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)),
+        *({"tokens": "patch", "trade_off": v} for v in (0.1, 0.4, 1.6)),
+        *({"tokens": "both", "patch_weight": v} for v in (0.25, 1.0, 4.0)),
+        *({"history": v} for v in (0.5, 0.8)),
+        *({"margin": v} for v in (0.4, 0.6, 0.8)),
+        *({"entropy_weight": v} for v in (0.0, 0.5, 2.0)),
+        *({"balance": v} for v in (0.1, 0.3, 1.0)),
+        *({"recentre": v} for v in (0.5, 1.0)),
+        {"late": True},
+    ]  # fmt: skip
+    rules = [*adam(), *adam(decay=5.0), *adam(decay=10.0)]
+    plain = [Trial(rule) for rule in rules]
+    return [*plain, *(Trial(rule, Objective(**c)) for c in changed for rule in adam(decay=5.0))]
+
+
+def trainings() -> list[Training]:
+    """Stage 2: how to train a generator, one piece changed at a time from the leads of the first measurement."""
+    time_aware = ("momentum", "gradient", "time", "late")
+    rich = ("momentum", "gradient", "slow", "magnitude", "time", "late", "kind", "depth", "travel")
+    return [
+        Training(),
+        Training(unroll=4),
+        Training(unroll=8),
+        Training(decay=5.0),
+        Training(outer="twin"),
+        Training(outer="twin", unroll=4),
+        Training(outer="twin", unroll=8),
+        Training(inputs=time_aware, outer="twin", unroll=8),
+        Training(inputs=rich, outer="twin", unroll=8),
+        Training(inputs=rich, outer="twin", unroll=8, hidden_size=16),
+        Training(inputs=rich, unroll=8),
+        Training(outer="twin", unroll=8, decay=5.0, lr=1e-2),
+        Training(inputs=rich, outer="twin", unroll=8, decay=5.0, lr=1e-2),
+        Training(inputs=rich, outer="twin", unroll=8, episodes=120),
+    ]
+
+
+def generators() -> list[Trial]:
+    """Stage 3: every generator of stage 2 at several rates, on validation."""
+    return [
+        Trial(Rule("learned", lr=t.lr * factor, decay=decay, generator=key(t)))
+        for t in trainings()
+        for factor in (0.5, 1.0, 2.0)
+        for decay in dict.fromkeys((t.decay, 5.0))
+    ]
+
+
+STAGES = {"objectives": objectives, "trainings": trainings, "generators": generators}
+
+
+def run(tasks: list[Any], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The results of all tasks, in their order; those in the file already are not run again."""
+    log = args.out / "results.jsonl"
+    done = {r["key"]: r for r in map(json.loads, log.read_text().splitlines())} if log.exists() else {}
+    todo = [task for task in dict.fromkeys(tasks) if key(task) not in done]
+    start = partial(Lab, str(args.data), str(args.checkpoint), args.device, args.out)
+    if args.workers:
+        results = spread(todo, start, args.workers)
+    else:
+        lab = start() if todo else None
+        results = ((task, lab(task)) for task in todo)
+    for task, result in results:
+        done[key(task)] = result
+        with open(log, "a") as file:
+            file.write(json.dumps(result) + "\n")
+        print(f"{result.get('mean', result.get('last')):8.3f}  {result['seconds']:6.1f} s  {short(task)}", flush=True)
+    return [done[key(task)] for task in tasks]
+
+
+def short(task: Any) -> str:
+    """What differs from the defaults."""
+    words = []
+    for f in dataclasses.fields(task):
+        value = getattr(task, f.name)
+        default = f.default if f.default is not dataclasses.MISSING else None
+        if f.default_factory is not dataclasses.MISSING:
+            default = f.default_factory()
+        if value != default:
+            words.append(f"{f.name}=({short(value)})" if dataclasses.is_dataclass(value) else f"{f.name}={value}")
+    return " ".join(words)
+
+
+def main() -> None:
+    parser = imagenet.arguments(__doc__)
+    parser.add_argument("stages", nargs="+", choices=STAGES)
+    parser.add_argument("--workers", type=int, default=0)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for stage in args.stages:
+        tasks = STAGES[stage]()
+        results = run(tasks, args)
+        best = sorted(zip(results, tasks, strict=True), key=lambda pair: -pair[0].get("mean", 0))[:10]
+        lines = [f"{r.get('mean', r.get('last')):8.3f}  {short(t)}" for r, t in best]
+        with atomic(args.out / f"{stage}.txt") as path:
+            path.write_text("\n".join(lines) + "\n")
+        print(f"{stage}, best first:", *lines, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The research harness agrees with the library where it tries nothing new."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import images, vit
+
+import mgtta
+from mgtta.optim.mgg import BETAS, EPS, generator_inputs
+
+
+@pytest.fixture
+def research(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+    import research
+
+    return research
+
+
+@pytest.fixture
+def model(research):
+    return research.Model(mgtta.load_model(vit()))
+
+
+def test_its_objective_is_eq_7(research, model):
+    source = mgtta.source_statistics(model.classifier, images(16, seed=1))
+    pairs = list(zip(source.mean, source.std, strict=True))
+    loss = research.Loss(research.Objective(), model, pairs, source.mean[-1])
+    logits, value = loss(images())
+    expected, features = model.classifier.features(images())
+    torch.testing.assert_close(logits, expected)
+    torch.testing.assert_close(value, mgtta.objective(expected, features, source.mean, source.std))
+
+
+def test_its_adam_is_torchs(research, model):
+    mover = research.Mover(research.Rule(lr=0.01), model, None, ())
+    theta, p = model.source, torch.nn.Parameter(model.source.clone())
+    adam = torch.optim.Adam([p], lr=0.01)
+    for step in range(3):
+        p.grad = torch.randn(len(theta), generator=torch.Generator().manual_seed(step))
+        theta = mover(theta, p.grad)
+        adam.step()
+    torch.testing.assert_close(theta, p.detach())
+
+
+def test_its_inputs_are_the_librarys(research, model):
+    inputs = research.Inputs(("momentum", "gradient"), model, 1e-3)
+    m = v = torch.zeros_like(model.source)
+    for step in (1, 2, 3):
+        grad = torch.randn(len(m), generator=torch.Generator().manual_seed(step))
+        expected, m, v = generator_inputs(grad, m, v, step, BETAS, EPS)
+        torch.testing.assert_close(inputs(grad, model.source), expected)
+
+
+def test_every_piece_of_the_objective_changes_it(research, model):
+    def gradient(**changes):
+        objective = research.Objective(**changes)
+        _, tokens, final = model.run(images(16, seed=1))
+        pairs = [research.moments(f.detach()) for f, _ in research.pieces(tokens, objective)]
+        loss = research.Loss(objective, model, pairs, final.mean(0).detach())
+        for seed in (2, 3):
+            logits, value = loss(images(seed=seed))
+        grads = torch.autograd.grad(value, model.params, allow_unused=True)
+        return logits, torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten()
+                                  for g, p in zip(grads, model.params, strict=True)])  # fmt: skip
+
+    plain_logits, plain = gradient()
+    for change in ({"tokens": "patch"}, {"tokens": "both"}, {"history": 0.5}, {"entropy_weight": 0.0},
+                   {"balance": 1.0}, {"trade_off": 1.0}, {"late": True}):  # fmt: skip
+        logits, changed = gradient(**change)
+        assert changed.isfinite().all()
+        assert not torch.allclose(changed, plain), change
+        torch.testing.assert_close(logits, plain_logits)
+    assert not torch.allclose(gradient(recentre=1.0)[0], plain_logits)
