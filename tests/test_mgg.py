@@ -282,3 +282,31 @@ def test_pickled_and_copied(generator):
         p.grad = torch.ones(4)
         twin.step()
         assert int(twin.state[p]["step"]) == 2
+
+
+def test_the_state_stays_a_view_of_one_flat_tensor_until_it_is_loaded():
+    params = [torch.nn.Parameter(torch.randn(3, 2)), torch.nn.Parameter(torch.randn(4))]
+    optimizer = mgtta.MGG(params, mgtta.MetaGradientGenerator(), lr=1e-3)
+
+    def step():
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+
+    def storages():
+        return {optimizer.state[p]["memory"].untyped_storage().data_ptr() for p in params}
+
+    step()
+    [first] = storages()
+    step()
+    assert storages() == {first}
+    taken = copy.deepcopy(optimizer.state_dict())
+    step()
+    after = [p.detach().clone() for p in params]
+    optimizer.load_state_dict(taken)
+    assert all(not optimizer.state[p]["memory"].untyped_storage().data_ptr() == first for p in params)
+    for p, value in zip(params, after, strict=True):
+        p.data.copy_(value)
+    step()
+    assert len(storages()) == 1
+    assert all(int(optimizer.state[p]["step"]) == 3 for p in params)

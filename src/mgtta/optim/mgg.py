@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from mgtta.generator import MetaGradientGenerator
 
 BETAS, EPS = (0.9, 0.99), 1e-8  # appendix B.1
+PER_COORDINATE = ("exp_avg", "exp_avg_sq", "memory")  # of a parameter's state
 
 
 def generator_inputs(
@@ -54,6 +55,7 @@ class MGG(Optimizer):
                 "mgtta.load_generator gives one from a name or a file"
             )
         self.generator = copy.deepcopy(generator).requires_grad_(False)
+        self._laid_out: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -102,26 +104,36 @@ class MGG(Optimizer):
         return ready
 
     def _update(self, params: list[Tensor], step: int, group: dict[str, Any]) -> None:
-        states = [self.state[p] for p in params]
-        names = ("exp_avg", "exp_avg_sq")
-        flat = {name: torch.cat([s[name].flatten() for s in states]) for name in names}
+        exp_avg, exp_avg_sq, memory = self._flat(params)
         grad = torch.cat([p.grad.flatten() for p in params if p.grad is not None])
-        memory = torch.cat([s["memory"] for s in states])
-        inputs, *moments = generator_inputs(
-            grad, flat["exp_avg"], flat["exp_avg_sq"], step, group["betas"], group["eps"]
-        )
-        update, memory = self.generator.to(grad.device, grad.dtype)(inputs, memory)
+        inputs, *moments = generator_inputs(grad, exp_avg, exp_avg_sq, step, group["betas"], group["eps"])
+        update, written = self.generator.to(grad.device, grad.dtype)(inputs, memory)
+        for old, new in zip((exp_avg, exp_avg_sq, memory), (*moments, written), strict=True):
+            old.copy_(new)
+        parts = [part.view_as(p) for p, part in zip(params, update.split([p.numel() for p in params]), strict=True)]
+        torch._foreach_sub_(params, parts, alpha=group["lr"])  # Eq. 2
+        torch._foreach_add_([self.state[p]["step"] for p in params], 1)
 
+    def _flat(self, params: list[Tensor]) -> list[Tensor]:
+        """The moments (n,) and the memory (n, width) of all these parameters, of which `state[p]` holds views.
+
+        They are laid out anew whenever a state is no longer such a view: at first, and after loading or moving.
+        """
         sizes = [p.numel() for p in params]
-        for name, values in (*zip(names, moments, strict=True), ("memory", memory)):
-            for state, value in zip(states, values.split(sizes), strict=True):
-                state[name].copy_(value.view_as(state[name]))
-        for p, state, value in zip(params, states, update.split(sizes), strict=True):
-            p.sub_(value.view_as(p), alpha=group["lr"])  # Eq. 2
-            state["step"] += 1
+        states = [self.state[p] for p in params]
+        flat, views = self._laid_out.get(id(params[0]), ([], []))
+        found = [state[name] for state in states for name in PER_COORDINATE]
+        if len(found) != len(views) or any(a is not b for a, b in zip(found, views, strict=True)):
+            flat = [torch.cat([s[name].flatten() for s in states]) for name in PER_COORDINATE]
+            flat[2] = flat[2].view(sum(sizes), -1)
+            for tensor, name in zip(flat, PER_COORDINATE, strict=True):
+                for state, part in zip(states, tensor.split(sizes), strict=True):
+                    state[name] = part.view_as(state[name])
+            self._laid_out[id(params[0])] = flat, [state[name] for state in states for name in PER_COORDINATE]
+        return flat
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "generator": self.generator}
+        return {**super().__getstate__(), "generator": self.generator, "_laid_out": {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         params = [p for group in self.param_groups for p in group["params"]]
