@@ -12,6 +12,7 @@ Notation    theta  the norm parameters, flat, (n,); g  the objective's gradient;
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import statistics
@@ -26,6 +27,7 @@ import imagenet
 import torch
 from torch import Tensor, nn
 
+import mgtta
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS, corrupt
 from mgtta.files import atomic, read_tensors, write_tensors
 from mgtta.generator import GradientMemory
@@ -366,6 +368,10 @@ class Lab:
     def generator(self, name: str | None) -> tuple[Generator | None, tuple[str, ...]]:
         if name is None:
             return None, ()
+        if name == PAPER:
+            generator = Generator(len(Training.inputs), 8)
+            generator.load_state_dict(mgtta.load_generator("imagenet").state_dict())
+            return generator.to(self.device).requires_grad_(False), Training.inputs
         tensors, metadata = read_tensors(self.out / f"{name}.safetensors")
         inputs = tuple(json.loads(metadata["inputs"]))
         generator = Generator(len(inputs), int(metadata["hidden_size"]))
@@ -481,83 +487,179 @@ class Lab:
         return grad, outer_grad, twin.detach()
 
 
-# --- stages
+# --- stages: each a function of the results so far, which chooses from them what to do next
+
+Results = dict[str, dict[str, Any]]  # by key
+LRS = (2e-3, 5e-3, 1e-2, 2e-2)
+DECAYS = (math.inf, 5.0, 15.0)
+EQ7 = Objective()
+PAPER = "paper"  # the shipped generator, trained by the paper's Algorithm 1
+TIME = ("momentum", "gradient", "time", "late")
+RICH = ("momentum", "gradient", "slow", "magnitude", "time", "late", "kind", "depth", "travel")
+CHANGES: list[dict[str, Any]] = [
+    *({"trade_off": v} for v in (0.1, 0.2, 0.8, 1.6, 3.2)),
+    *({"tokens": "patch", "trade_off": v} for v in (0.1, 0.4, 1.6)),
+    *({"tokens": "both", "patch_weight": v} for v in (0.25, 1.0, 4.0)),
+    *({"history": v} for v in (0.5, 0.8)),
+    *({"margin": v} for v in (0.4, 0.6, 0.8)),
+    *({"entropy_weight": v} for v in (0.0, 0.5, 2.0)),
+    *({"balance": v} for v in (0.1, 0.3, 1.0)),
+    *({"recentre": v} for v in (0.5, 1.0)),
+    {"late": True},
+]  # fmt: skip
 
 
-def adam(**more: Any) -> list[Rule]:
-    return [Rule(lr=lr, **more) for lr in (2e-3, 5e-3, 1e-2)]
+def best(trials: list[Trial], results: Results) -> Trial:
+    return max(trials, key=lambda trial: results[key(trial)]["mean"])
 
 
-def objectives() -> list[Any]:
-    """Stage 1: what to lower, with Adam, one piece changed at a time."""
-    changed: list[dict[str, Any]] = [
-        *({"trade_off": v} for v in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)),
-        *({"tokens": "patch", "trade_off": v} for v in (0.1, 0.4, 1.6)),
-        *({"tokens": "both", "patch_weight": v} for v in (0.25, 1.0, 4.0)),
-        *({"history": v} for v in (0.5, 0.8)),
-        *({"margin": v} for v in (0.4, 0.6, 0.8)),
-        *({"entropy_weight": v} for v in (0.0, 0.5, 2.0)),
-        *({"balance": v} for v in (0.1, 0.3, 1.0)),
-        *({"recentre": v} for v in (0.5, 1.0)),
-        {"late": True},
-    ]  # fmt: skip
-    rules = [*adam(), *adam(decay=5.0), *adam(decay=10.0)]
-    plain = [Trial(rule) for rule in rules]
-    return [*plain, *(Trial(rule, Objective(**c)) for c in changed for rule in adam(decay=5.0))]
+def adam_trials(objective: Objective = EQ7, decays: tuple[float, ...] = (5.0,)) -> list[Trial]:
+    return [Trial(Rule(lr=lr, decay=decay), objective) for decay in decays for lr in LRS]
 
 
-def trainings() -> list[Training]:
-    """Stage 2: how to train a generator, one piece changed at a time from the leads of the first measurement."""
-    time_aware = ("momentum", "gradient", "time", "late")
-    rich = ("momentum", "gradient", "slow", "magnitude", "time", "late", "kind", "depth", "travel")
+def objectives(_: Results) -> list[Trial]:
+    """What to lower, with Adam, one piece changed at a time."""
+    return [*adam_trials(decays=DECAYS), *(trial for change in CHANGES for trial in adam_trials(Objective(**change)))]
+
+
+def combined(results: Results) -> list[Trial]:
+    """The pieces that paid alone, together: the best value of each, added in the order of their gain."""
+    base = results[key(best(adam_trials(decays=DECAYS), results))]["mean"]
+    gains: dict[str, tuple[float, dict[str, Any]]] = {}
+    for change in CHANGES:
+        gain = results[key(best(adam_trials(Objective(**change)), results))]["mean"] - base
+        piece = next(iter(change))
+        if gain > max(0.1, gains.get(piece, (0.0,))[0]):
+            gains[piece] = gain, change
+    ordered = [change for _, change in sorted(gains.values(), key=lambda pair: -pair[0])]
+    sums = [{k: v for change in ordered[: n + 1] for k, v in change.items()} for n in range(1, len(ordered))]
+    pairs = [{**ordered[0], **change} for change in ordered[2:]]
+    return [trial for change in [*sums, *pairs] for trial in adam_trials(Objective(**change))]
+
+
+def plus(results: Results) -> Objective:
+    """The best objective so far."""
+    return best([*objectives(results), *combined(results)], results).objective
+
+
+def trainings(results: Results) -> list[Training]:
+    """How to train a generator, one piece changed at a time; then the same for the best objective."""
+    twin = partial(Training, outer="twin", unroll=8)
     return [
         Training(),
-        Training(unroll=4),
         Training(unroll=8),
-        Training(decay=5.0),
+        Training(decay=5.0, lr=1e-2),
         Training(outer="twin"),
-        Training(outer="twin", unroll=4),
-        Training(outer="twin", unroll=8),
-        Training(inputs=time_aware, outer="twin", unroll=8),
-        Training(inputs=rich, outer="twin", unroll=8),
-        Training(inputs=rich, outer="twin", unroll=8, hidden_size=16),
-        Training(inputs=rich, unroll=8),
-        Training(outer="twin", unroll=8, decay=5.0, lr=1e-2),
-        Training(inputs=rich, outer="twin", unroll=8, decay=5.0, lr=1e-2),
-        Training(inputs=rich, outer="twin", unroll=8, episodes=120),
+        twin(),
+        twin(inputs=TIME),
+        twin(inputs=RICH),
+        twin(inputs=RICH, hidden_size=16),
+        twin(inputs=RICH, decay=5.0, lr=1e-2),
+        *(twin(inputs=inputs, objective=plus(results)) for inputs in (Training.inputs, TIME, RICH)),
+        twin(inputs=RICH, objective=plus(results), decay=5.0, lr=1e-2),
+        twin(inputs=RICH, objective=plus(results), episodes=100),
     ]
 
 
-def generators() -> list[Trial]:
-    """Stage 3: every generator of stage 2 at several rates, on validation."""
+def learned_trials(training: Training) -> list[Trial]:
+    rules = itertools.product((0.4, 1.0, 2.0, 4.0), DECAYS)
     return [
-        Trial(Rule("learned", lr=t.lr * factor, decay=decay, generator=key(t)))
-        for t in trainings()
-        for factor in (0.5, 1.0, 2.0)
-        for decay in dict.fromkeys((t.decay, 5.0))
+        Trial(Rule("learned", lr=training.lr * factor, decay=decay, generator=key(training)), training.objective)
+        for factor, decay in rules
     ]
 
 
-STAGES = {"objectives": objectives, "trainings": trainings, "generators": generators}
+def paper_trials(objective: Objective) -> list[Trial]:
+    rules = itertools.product(LRS, DECAYS)
+    return [Trial(Rule("learned", lr=lr, decay=decay, generator=PAPER), objective) for lr, decay in rules]
 
 
-def run(tasks: list[Any], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The results of all tasks, in their order; those in the file already are not run again."""
+def generators(results: Results) -> list[Trial]:
+    """Every generator, and Adam on the best objective, at several rates and decays."""
+    own = [trial for training in trainings(results) for trial in learned_trials(training)]
+    hand_made = adam_trials(plus(results), DECAYS)
+    return [*own, *paper_trials(EQ7), *paper_trials(plus(results)), *hand_made]
+
+
+def contenders(results: Results) -> dict[str, Trial]:
+    """Who goes to the test: for both objectives Adam, the paper's generator, ours in its form, ours with all inputs."""
+    found = {
+        "eq7_adam": best(adam_trials(decays=DECAYS), results),
+        "plus_adam": best(adam_trials(plus(results), DECAYS), results),
+    }
+    for name, objective in (("eq7", EQ7), ("plus", plus(results))):
+        found[f"{name}_paper"] = best(paper_trials(objective), results)
+        own = [t for t in trainings(results) if t.objective == objective]
+        for kind, group in (("form", [t for t in own if t.inputs == Training.inputs]), ("best", own)):
+            found[f"{name}_{kind}"] = best([trial for t in group for trial in learned_trials(t)], results)
+    return found
+
+
+def test(results: Results) -> list[Trial]:
+    """The fifteen corruptions, three seeds; and with ten updates."""
+    return [
+        dataclasses.replace(trial, split="test", seed=seed, max_updates=updates)
+        for updates, seeds in ((None, 3), (10, 3))
+        for seed in range(seeds)
+        for trial in contenders(results).values()
+    ]
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"setting": "mixed"},
+    {"setting": "continual"},
+    {"batch": 2, "images": 256},
+    {"batch": 4, "images": 256},
+]
+
+
+def rates(trial: Trial, setting: dict[str, Any]) -> list[Trial]:
+    """A contender in another setting, at rates that fit it."""
+    factors = (0.02, 0.05, 0.1, 0.3) if "batch" in setting else (0.1, 0.2, 0.5, 1.0)
+    return [
+        dataclasses.replace(trial, rule=dataclasses.replace(trial.rule, lr=trial.rule.lr * f, decay=decay), **setting)
+        for f in factors
+        for decay in (math.inf, 5.0 if "batch" not in setting else 160.0 / setting["batch"])
+    ]
+
+
+def settings(results: Results) -> list[Trial]:
+    """Rates for mixed and continual streams and for small batches, on validation."""
+    return [t for s in SETTINGS for trial in contenders(results).values() for t in rates(trial, s)]
+
+
+def settings_test(results: Results) -> list[Trial]:
+    found = [best(rates(trial, s), results) for s in SETTINGS for trial in contenders(results).values()]
+    return [dataclasses.replace(trial, split="test", seed=seed) for seed in range(3) for trial in found]
+
+
+STAGES = {
+    stage.__name__: stage
+    for stage in (objectives, combined, trainings, generators, test, settings, settings_test)
+}  # fmt: skip
+
+
+def read(log: Path) -> Results:
+    return {r["key"]: r for r in map(json.loads, log.read_text().splitlines())} if log.exists() else {}
+
+
+def run(tasks: list[Any], args: argparse.Namespace) -> Results:
+    """The results so far and those of the tasks; what is in the file already is not run again."""
     log = args.out / "results.jsonl"
-    done = {r["key"]: r for r in map(json.loads, log.read_text().splitlines())} if log.exists() else {}
+    done = read(log)
     todo = [task for task in dict.fromkeys(tasks) if key(task) not in done]
     start = partial(Lab, str(args.data), str(args.checkpoint), args.device, args.out)
     if args.workers:
-        results = spread(todo, start, args.workers)
+        results: Iterator[tuple[Any, Any]] = spread(todo, start, args.workers)
     else:
-        lab = start() if todo else None
+        lab = start()
         results = ((task, lab(task)) for task in todo)
     for task, result in results:
         done[key(task)] = result
         with open(log, "a") as file:
             file.write(json.dumps(result) + "\n")
         print(f"{result.get('mean', result.get('last')):8.3f}  {result['seconds']:6.1f} s  {short(task)}", flush=True)
-    return [done[key(task)] for task in tasks]
+    return done
 
 
 def short(task: Any) -> str:
@@ -565,12 +667,24 @@ def short(task: Any) -> str:
     words = []
     for f in dataclasses.fields(task):
         value = getattr(task, f.name)
-        default = f.default if f.default is not dataclasses.MISSING else None
-        if f.default_factory is not dataclasses.MISSING:
-            default = f.default_factory()
+        default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
         if value != default:
             words.append(f"{f.name}=({short(value)})" if dataclasses.is_dataclass(value) else f"{f.name}={value}")
     return " ".join(words)
+
+
+def summary(stage: str, tasks: list[Any], results: Results) -> str:
+    """Best first; what differs by its seed alone as one line, with the spread."""
+    groups: dict[Any, list[float]] = {}
+    for task in tasks:
+        result = results[key(task)]
+        alike = dataclasses.replace(task, seed=0)
+        groups.setdefault(alike, []).append(result.get("mean", -result.get("last", 0.0)))
+    lines = [f"{stage}, best first:"]
+    for task, scores in sorted(groups.items(), key=lambda pair: -statistics.mean(pair[1])):
+        spread_ = f" ± {statistics.stdev(scores):.2f}" if len(scores) > 1 else ""
+        lines.append(f"{statistics.mean(scores):8.2f}{spread_}  {short(task)}")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -580,13 +694,11 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     for stage in args.stages:
-        tasks = STAGES[stage]()
-        results = run(tasks, args)
-        best = sorted(zip(results, tasks, strict=True), key=lambda pair: -pair[0].get("mean", 0))[:10]
-        lines = [f"{r.get('mean', r.get('last')):8.3f}  {short(t)}" for r, t in best]
+        tasks = STAGES[stage](read(args.out / "results.jsonl"))
+        text = summary(stage, tasks, run(tasks, args))
         with atomic(args.out / f"{stage}.txt") as path:
-            path.write_text("\n".join(lines) + "\n")
-        print(f"{stage}, best first:", *lines, sep="\n")
+            path.write_text(text + "\n")
+        print(text, flush=True)
 
 
 if __name__ == "__main__":
