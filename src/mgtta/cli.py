@@ -245,7 +245,7 @@ def report(
     examples: Annotated[bool, typer.Option(help="Images with predictions, where the data are the characters.")] = True,
 ) -> None:
     """Write the records as markdown, as LaTeX and as one HTML page that needs no network."""
-    from mgtta.page import write_report
+    from mgtta.report import write_report
 
     typer.echo(write_report(runs, out, examples=examples))
 
