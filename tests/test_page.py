@@ -159,17 +159,37 @@ def test_running_accuracy():
     assert (xs[0], xs[-1], set(ys)) == (1, 5000, {50.0})
 
 
-@pytest.mark.slow
 def test_examples_are_rendered_for_the_embedded_data():
-    found = embedded_examples([fake("noadapt"), fake("mgtta")], domains=1, images=64)
+    found = embedded_examples([fake("noadapt"), fake("mgtta", batch_size=16)], domains=1, images=32)
     assert 1 <= len(found) <= 3
     assert {e.domain for e in found} == {"fog"}
     for e in found:
         assert e.clean.startswith("data:image/png;base64,")
         assert e.clean != e.corrupted
         assert e.before.right == (e.before.name == e.label)
-    assert embedded_examples([fake("noadapt")]) == []
-    assert embedded_examples([fake("mgtta", protocol={"data": "photos"})]) == []
+
+
+def test_examples_come_from_the_domains_that_changed_most(monkeypatch):
+    values = {"fog": (50, 51), "snow": (60, 40), "frost": (30, 35)}
+    methods = ("noadapt", "mgtta")
+    records = [fake(m, d, top1=v, batch_size=4) for d, vs in values.items() for m, v in zip(methods, vs, strict=True)]
+    monkeypatch.setattr("mgtta.report.examples._examples", lambda domain, *_: [domain])
+    assert embedded_examples(records, domains=2, images=0) == ["snow", "frost"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        fake("noadapt"),
+        fake("mgtta", protocol={"data": "photos"}),
+        fake("mgtta", protocol={"model": "resnet18"}),
+        fake("mgtta", protocol={"generator": "trained: {'images': 128}"}),
+        fake("mgtta", protocol={"generator": "gone.safetensors"}),
+    ],
+    ids=["nothing adapts", "other images", "other model", "generator trained there", "generator gone"],
+)
+def test_there_are_no_examples_of_what_cannot_be_repeated(record):
+    assert embedded_examples([record]) == []
 
 
 # --- in the browser
