@@ -183,10 +183,11 @@ def test_examples_come_from_the_domains_that_changed_most(monkeypatch):
         fake("noadapt"),
         fake("mgtta", protocol={"data": "photos"}),
         fake("mgtta", protocol={"model": "resnet18"}),
+        fake("mgtta", protocol={"checkpoint": "other.safetensors"}),
         fake("mgtta", protocol={"generator": "trained: {'images': 128}"}),
         fake("mgtta", protocol={"generator": "gone.safetensors"}),
     ],
-    ids=["nothing adapts", "other images", "other model", "generator trained there", "generator gone"],
+    ids=["nothing adapts", "other images", "other model", "other weights", "generator trained there", "generator gone"],
 )
 def test_there_are_no_examples_of_what_cannot_be_repeated(record):
     assert embedded_examples([record]) == []

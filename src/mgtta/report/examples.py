@@ -61,23 +61,20 @@ def embedded_examples(records: Sequence[Record], domains: int = 2, images: int =
     characters = Held(Glyphs(min(images + like["batch_size"], like["images"])), Room(2**27))
     found = []
     for domain in _most_changed(own, like["method"])[:domains]:
-        *learned, last = stream(
+        batches = stream(
             corrupted(characters, [domain], like["severity"]), batch_size=like["batch_size"], seed=like["seed"]
         )
         method.reset()
-        for batch in learned:
-            method(batch.x)
-        method.max_updates = method.updates  # the last batch is predicted, not learned from
-        after = method(last.x)
-        method.max_updates = None
-        found += _examples(domain, characters, last, model(last.x).detach(), after)
+        for batch in batches:
+            after = method(batch.x)
+        found += _examples(domain, characters, batch, model(batch.x).detach(), after)
     return found
 
 
 def _reproducible(protocol: dict[str, Any]) -> bool:
     """Whether the records' model, images and generator are at hand."""
-    embedded = protocol.get("model") == EMBEDDED and protocol.get("data") == CHARACTERS
-    generator = protocol.get("generator")
+    model, weights, data, generator = map(protocol.get, ("model", "checkpoint", "data", "generator"))
+    embedded = (model, weights, data) == (EMBEDDED, None, CHARACTERS)
     return embedded and (generator is None or generator in shipped("generators") or Path(generator).is_file())
 
 
