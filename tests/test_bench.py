@@ -16,6 +16,7 @@ from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
 from mgtta.data.datasets import open_dataset
 from mgtta.data.glyphs import CLASSES, Glyphs
 from mgtta.data.held import STAND_INS, Held, Room
+from mgtta.evaluation import Record
 from mgtta.experiments import (
     EXPERIMENTS,
     QUICK,
@@ -29,6 +30,7 @@ from mgtta.experiments import (
     tuned,
     variant,
 )
+from mgtta.progress import Bars
 from mgtta.recipes import RECIPES
 from mgtta.store import Store
 
@@ -474,3 +476,15 @@ if __name__ == "__main__":
     assert "Traceback" not in done.stderr
     assert len(Store(tmp_path / "run").cells()) >= 1
     assert [json.loads(line)["event"] for line in done.stdout.splitlines()][:2] == ["start", "record"]
+
+
+def test_bars_time_the_batches_that_they_see_begin_and_end(monkeypatch):
+    shown, clock = [], iter([10.0, 12.0, 20.0])
+    monkeypatch.setattr("mgtta.progress.time.perf_counter", lambda: next(clock))
+    bars = Bars()
+    monkeypatch.setattr(bars, "_show", lambda text, part: shown.append(text))
+    cell = FEW[0]
+    for sizes, top1 in (([3], 50.0), ([3, 4], 75.0)):
+        bars.batch(cell, Record("noadapt", "contrast", sizes=sizes, top1=top1), 0.5)
+    bars.batch(FEW[1], Record("eq7_sgd", "contrast", sizes=[3]), 0.5)
+    assert shown == ["noadapt on contrast: 50.0 %", "noadapt on contrast: 75.0 %, 2 images/s", "eq7_sgd on contrast"]

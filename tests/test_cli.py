@@ -330,15 +330,51 @@ def test_the_bench_commands_help_names_all_experiments():
     assert set(cli.EXPERIMENTS) == set(EXPERIMENTS)
 
 
-def test_demo_refuses_nothing(run):
-    assert "at least 1" in run("demo", "--images", 0, "--device", "cpu")[2]
+@pytest.fixture
+def demo(run, tmp_path, monkeypatch):
+    """Two corruptions and no library of 5 MB on the page."""
+    monkeypatch.setattr("mgtta.experiments.CORRUPTIONS", ("contrast", "jpeg_compression"))
+    monkeypatch.setattr("mgtta.report.page.get_plotlyjs", lambda: "/* library */")
+    return lambda *more: run("demo", "--images", 4, "--device", "cpu", "--out", tmp_path / "demo", *more)
 
 
-def test_demo_prints_a_table(run):
-    code, out, err = run("demo", "--images", 4, "--methods", "noadapt, eq7_sgd", "--device", "cpu")
+def test_demo_refuses_what_it_cannot_run_and_leaves_no_folder(demo, tmp_path):
+    assert "at least 1" in demo("--images", 0)[2]
+    assert "nothing_like_it" in demo("--methods", "nothing_like_it")[2]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_demo_prints_a_table_and_writes_the_report(demo, tmp_path):
+    code, out, err = demo()
     assert code == 0, err
     assert "jpeg_compression" in out
     assert "mean" in out
+    assert out.splitlines()[-1] == f"report: {tmp_path / 'demo' / 'report.html'}"
+    assert {p.name for p in (tmp_path / "demo").iterdir()} == {
+        "records.jsonl",
+        "report.html",
+        "report.md",
+        "report.tex",
+    }
+    assert "mgtta demo --images 4" in (tmp_path / "demo" / "report.html").read_text()
+    records = [json.loads(line) for line in (tmp_path / "demo" / "records.jsonl").read_text().splitlines()]
+    assert [(r["method"], r["settings"]) for r in records[:2]] == [("noadapt", {}), ("mgtta", {"lr": 5e-3})]
+    assert all(r["batch_size"] == 16 and r["protocol"]["weights"] for r in records)
+
+
+def test_a_second_demo_runs_again_in_a_folder_of_its_own(demo, tmp_path, monkeypatch):
+    from mgtta.bench import Lab
+
+    demo("--methods", "noadapt")
+    first = (tmp_path / "demo" / "records.jsonl").read_text()
+    ran, run = [], Lab.run
+    monkeypatch.setattr(Lab, "run", lambda lab, cell: (ran.append(cell), run(lab, cell))[1])
+    for n in (2, 3):
+        code, out, err = demo("--methods", "noadapt")
+        assert code == 0, err
+        assert out.splitlines()[-1] == f"report: {tmp_path / f'demo-{n}' / 'report.html'}"
+    assert len(ran) == 4
+    assert (tmp_path / "demo" / "records.jsonl").read_text() == first
 
 
 def test_the_model_that_ships_reads_glyphs():

@@ -7,12 +7,13 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
-from test_report import budgets, fake, table_1
+from made_up import budgets, fake, table_1
 
-from mgtta import cli, page
+from mgtta import cli
 from mgtta.data.glyphs import Glyphs
-from mgtta.page import Example, Prediction, data_uri, running_accuracy, write_report
-from mgtta.report import sections
+from mgtta.report import page, sections, write_report
+from mgtta.report.charts import POINTS, running_accuracy
+from mgtta.report.examples import Example, Prediction, data_uri, embedded_examples
 from mgtta.store import Store
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1">{{ 7*7 }}%{x}<b>\'&amp;'
@@ -154,21 +155,42 @@ def test_running_accuracy():
     records = [{"curve": [1, 3], "sizes": [2, 4]}, {"curve": [2, 2], "sizes": [2, 4]}]
     assert running_accuracy(records) == ([1, 2], [75.0, pytest.approx(100 * 4 / 6, abs=0.01)])
     xs, ys = running_accuracy([{"curve": [1] * 5000, "sizes": [2] * 5000}])
-    assert len(xs) <= page.POINTS + 1
+    assert len(xs) <= POINTS + 1
     assert (xs[0], xs[-1], set(ys)) == (1, 5000, {50.0})
 
 
-@pytest.mark.slow
 def test_examples_are_rendered_for_the_embedded_data():
-    found = page.embedded_examples([fake("noadapt"), fake("mgtta")], domains=1, images=64)
+    found = embedded_examples([fake("noadapt"), fake("mgtta", batch_size=16)], domains=1, images=32)
     assert 1 <= len(found) <= 3
     assert {e.domain for e in found} == {"fog"}
     for e in found:
         assert e.clean.startswith("data:image/png;base64,")
         assert e.clean != e.corrupted
         assert e.before.right == (e.before.name == e.label)
-    assert page.embedded_examples([fake("noadapt")]) == []
-    assert page.embedded_examples([fake("mgtta", protocol={"data": "photos"})]) == []
+
+
+def test_examples_come_from_the_domains_that_changed_most(monkeypatch):
+    values = {"fog": (50, 51), "snow": (60, 40), "frost": (30, 35)}
+    methods = ("noadapt", "mgtta")
+    records = [fake(m, d, top1=v, batch_size=4) for d, vs in values.items() for m, v in zip(methods, vs, strict=True)]
+    monkeypatch.setattr("mgtta.report.examples._examples", lambda domain, *_: [domain])
+    assert embedded_examples(records, domains=2, images=0) == ["snow", "frost"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        fake("noadapt"),
+        fake("mgtta", protocol={"data": "photos"}),
+        fake("mgtta", protocol={"model": "resnet18"}),
+        fake("mgtta", protocol={"checkpoint": "other.safetensors"}),
+        fake("mgtta", protocol={"generator": "trained: {'images': 128}"}),
+        fake("mgtta", protocol={"generator": "gone.safetensors"}),
+    ],
+    ids=["nothing adapts", "other images", "other model", "other weights", "generator trained there", "generator gone"],
+)
+def test_there_are_no_examples_of_what_cannot_be_repeated(record):
+    assert embedded_examples([record]) == []
 
 
 # --- in the browser

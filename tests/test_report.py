@@ -1,71 +1,14 @@
-"""Tables, differences and published figures, on records made up for the purpose."""
+"""Sections and their tables in markdown and LaTeX, on records made up for the purpose."""
 
-import math
-import random
 import statistics
 
 import pytest
+from made_up import LEVEL, budgets, fake, table_1
 
-from mgtta import report
-from mgtta.data.corruptions import CORRUPTIONS
-from mgtta.recipes import RECIPES
-from mgtta.report import (
-    Figure,
-    beside,
-    best,
-    differences,
-    headline,
-    latex,
-    latex_report,
-    markdown,
-    markdown_report,
-    published,
-    sections,
-    t_quantile,
-)
-
-LEVEL = {"noadapt": 55.0, "tent": 60.0, "mgtta": 70.0}
-
-
-def fake(method="noadapt", domain="fog", seed=0, top1=None, **changes):
-    """A record of bench's schema; its accuracy is drawn by chance unless given."""
-    rng = random.Random(f"{method} {domain} {seed} {sorted(changes.items())}")
-    sizes = changes.pop("sizes", [64] * 8)
-    chance = (LEVEL.get(method, 50.0) if top1 is None else top1) / 100
-    curve = [sum(rng.random() < chance for _ in range(n)) for n in sizes]
-    bins = [[float(n), n * (k + 0.5) / 15, n * (k + 0.3) / 15] for k, n in enumerate(rng.choices(range(1, 60), k=15))]
-    record = {
-        "method": method, "domain": domain, "images": sum(sizes), "labelled": sum(sizes), "batches": len(sizes),
-        "updates": 0 if method == "noadapt" else len(sizes), "skipped": 0, "seconds": 1.0 + rng.random(),
-        "peak_memory": None, "top1": 100 * sum(curve) / sum(sizes) if top1 is None else top1, "top5": 90.0,
-        "ece": 5.0, "sizes": sizes, "curve": curve, "bins": bins, "experiment": "corruptions", "domains": [domain],
-        "seed": seed, "settings": {}, "batch_size": 64, "severity": 5, "mixed": False, "reset": "domain",
-        "max_updates": None, "max_seconds": None, "split": "test",
-        "protocol": {
-            "model": "glyphs_vit", "weights": "0123456789abcdef", "mean": [0.5] * 3, "std": [0.5] * 3,
-            "data": "rendered characters", "device": "cpu", "versions": {"mgtta": "0.1", "torch": "2"},
-            "command": "mgtta bench corruptions --out runs",
-        },
-    }  # fmt: skip
-    protocol = {**record["protocol"], **changes.pop("protocol", {})}
-    return {**record, **changes, "protocol": protocol}
-
-
-def table_1(methods=("noadapt", "tent", "mgtta"), seeds=2, domains=tuple(CORRUPTIONS), **changes):
-    return [fake(m, d, s, **changes) for d in domains for s in range(seeds) for m in methods]
-
-
-def budgets():
-    limits = [{"max_updates": k} for k in (1, 10, 20)] + [{"max_seconds": s} for s in (0.5, 2.0)] + [{}]
-    return [
-        fake(m, d, experiment="budgets", **limit)
-        for limit in limits
-        for d in ("fog", "snow")
-        for m in ("noadapt", "mgtta")
-    ]
-
-
-# --- tables
+from mgtta.report import Figure, latex, markdown, sections
+from mgtta.report.summary import best
+from mgtta.report.tables import latex_report, markdown_report
+from mgtta.report.words import headline, notes
 
 
 def test_means_and_spread_over_seeds():
@@ -126,7 +69,7 @@ def test_what_cannot_be_compared_is_kept_apart():
         (1280, "glyphs_vit"), (512, "glyphs_vit"), (512, "resnet18"),
     ]  # fmt: skip
     assert [s.repeated for s in found] == [0, 6, 0]
-    assert "6 records that repeat" in report.notes(found[1])
+    assert "6 records that repeat" in notes(found[1])
 
 
 def test_rows_are_told_apart_by_what_differs_and_by_nothing_else():
@@ -182,134 +125,4 @@ def test_text_of_records_stays_text():
     row = latex_report(found).splitlines()[-4]
     assert row.startswith(
         r"\textless{}b\textgreater{}|\&\_\%\$\#\{\}\textasciitilde{}\textasciicircum{}\textbackslash{} "
-    )
-
-
-# --- differences
-
-
-def test_t_quantiles_are_scipys():
-    stats = pytest.importorskip("scipy.stats")
-    for df in (1, 2, 3, 4, 7, 14, 29, 100, 999):
-        assert t_quantile(df) == pytest.approx(stats.t.ppf(0.975, df), rel=1e-9)
-    assert t_quantile(14, 0.99) == pytest.approx(stats.t.ppf(0.995, 14), rel=1e-9)
-
-
-def test_differences_are_paired_and_their_interval_is_students_over_domains():
-    [section] = sections(table_1(seeds=3))
-    found = {(d.row, d.against): d for d in differences(section)}
-    assert set(found) == {(a, b) for a in LEVEL for b in ("noadapt", "mgtta") if a != b}
-    top1 = {(r["method"], r["domain"], r["seed"]): r["top1"] for r in section.records}
-    units = [
-        sum(top1["tent", d, s] - top1["noadapt", d, s] for s in range(3)) / 3 for d in CORRUPTIONS
-    ]  # one figure a domain: its seeds are not independent
-    mean = sum(units) / 15
-    variance = sum((u - mean) ** 2 for u in units) / 14
-    half = 2.1447866879 * math.sqrt(variance / 15)  # t at 0.975 with 14 degrees of freedom
-    d = found["tent", "noadapt"]
-    assert (d.mean, d.low, d.high, d.pairs) == pytest.approx((mean, mean - half, mean + half, 45))
-
-
-def test_differences_with_one_domain_are_over_seeds_and_with_one_pair_without_interval():
-    values = {"noadapt": (50.0, 52.0), "mgtta": (60.0, 64.0)}
-    [section] = sections([fake(m, seed=s, top1=v) for m, vs in values.items() for s, v in enumerate(vs)])
-    d = next(d for d in differences(section) if d.row == "mgtta")
-    half = 12.7062047362 * statistics.stdev([10, 12]) / math.sqrt(2)
-    assert (d.mean, d.low, d.high) == pytest.approx((11, 11 - half, 11 + half))
-    assert "cannot tell it from no difference" in " ".join(headline(section))
-    [alone] = sections([fake("noadapt", top1=50.0), fake("mgtta", top1=60.0)])
-    assert differences(alone)[0].low is None
-    assert "gives no confidence interval" in " ".join(headline(alone))
-
-
-def test_differences_skip_what_has_no_partner():
-    records = [fake("noadapt", "fog", top1=50.0), fake("tent", "fog", top1=51.0), fake("tent", "snow", top1=99.0)]
-    [d] = differences(sections(records)[0])
-    assert (d.mean, d.pairs) == (1.0, 1)
-
-
-# --- published figures
-
-
-def tables(experiment):
-    return [table for table in published()["tables"] if table["experiment"] == experiment]
-
-
-def test_published_averages_are_those_of_their_rows():
-    for table in (*tables("corruptions"), *tables("variants")):
-        for method, row in table["rows"].items():
-            rest = [x for column, x in row.items() if column != "mean"]
-            assert len(rest) == (15 if table["experiment"] == "corruptions" else 3)
-            assert statistics.mean(rest) == pytest.approx(row["mean"], abs=0.1), method
-
-
-def test_published_tables_agree_with_each_other():
-    average = {method: row["mean"] for method, row in tables("corruptions")[0]["rows"].items()}
-    seconds, updates = tables("budgets")
-    for method, mean in average.items():
-        assert seconds["rows"][method]["inf"] == updates["rows"][method]["782"] == mean
-        assert tables("runtime")[0]["rows"][method]["top1"] == mean
-    for n in (20, 50, 100):
-        assert tables("runtime")[0]["rows"][f"mgtta, {n} updates"]["top1"] == updates["rows"]["mgtta"][str(n)]
-    for method, row in tables("memory")[0]["rows"].items():
-        assert row["seconds"] == tables("runtime")[0]["rows"][method]["seconds"]
-        assert row["top1"] == (66.7 if method == "eata" else average[method])  # as the notes say
-    on_r = tables("variants")[0]["rows"]["mgtta"]["imagenet-r"]
-    ablated = tables("ablation")[0]["rows"]
-    assert ablated["mgtta"]["imagenet-c"] == average["mgtta"]
-    assert {c: x for c, x in ablated["mgtta"].items() if c != "imagenet-c"} == {
-        c: x for c, x in tables("variants")[0]["rows"]["mgtta"].items() if c != "mean"
-    }
-    assert [t["rows"]["mgtta"]["128"] for t in tables("samples")] == [average["mgtta"], on_r]
-    assert [t["rows"]["mgtta"]["8"] for t in tables("hidden-size")] == [average["mgtta"], on_r]
-    tried = tables("learning-rate")[0]["rows"]
-    assert {m: max(row.values()) for m, row in tried.items()} == {
-        "deyo": average["deyo"], "eq7_sgd": ablated["eq7_sgd"]["imagenet-c"], "mgtta": average["mgtta"],
-    }  # fmt: skip
-
-
-def test_published_tables_are_whole():
-    assert len({table["table"] for table in published()["tables"]}) == 12
-    for table in published()["tables"]:
-        assert {row.partition(",")[0] for row in table["rows"]} <= set(RECIPES)
-        assert len({tuple(row) for row in table["rows"].values()}) == 1
-        assert {"model", "normalisation", "images", "batch_size", "severity"} <= table["footing"].keys()
-        for row in table["rows"].values():
-            assert all(0 <= x <= 100 for column, x in row.items() if column not in ("seconds", "megabytes"))
-    assert set(tables("corruptions")[0]["rows"]["mgtta"]) == {*CORRUPTIONS, "mean"}
-
-
-def test_published_figures_stand_beside_with_what_differs():
-    [section] = sections(table_1())
-    [table] = beside(section)
-    assert table.columns == [*CORRUPTIONS, "mean"]
-    assert table.printed["mgtta"]["mean"] == 71.3
-    assert table.measured["mgtta"]["fog"] == section.figures()["mgtta"]["fog"]
-    words = "; ".join(table.differs)
-    for part in ("glyphs_vit", "rendered characters", "512; the paper's: 50,000", "mean 0.5, 0.5, 0.5"):
-        assert part in words
-    assert "batch size" not in words
-    assert "| mgtta | measured |" in markdown_report([section])
-
-
-def test_a_mean_over_other_domains_does_not_stand_beside():
-    [part] = sections(table_1(domains=("fog", "snow")))
-    assert beside(part)[0].columns == ["snow", "fog"]
-    updates, seconds = sections(budgets())
-    assert beside(updates)[0].columns == ["10", "20"]
-    assert beside(seconds)[0].columns == ["2", "inf"]
-    assert "the means are over 2 domains" in beside(updates)[0].differs[0]
-    assert not beside(sections([fake("bn")])[0])
-
-
-def test_variants_and_costs_stand_beside():
-    [variants] = sections([fake("mgtta", d, experiment="variants", severity=0) for d in ("imagenet-r", "imagenet-a")])
-    assert beside(variants)[0].columns == ["imagenet-r", "imagenet-a"]
-    on_r = [fake("mgtta", "imagenet-r", experiment="samples", severity=0, protocol={"training_images": 128})]
-    [table] = beside(sections(on_r)[0])
-    assert table.printed["mgtta"]["128"] == 70.2
-    [costs] = beside(sections([fake("mgtta", experiment="memory", peak_memory=2 * 10**9)])[0])
-    assert costs.measured["mgtta"]["megabytes"].mean == 2000
-    assert costs.measured["mgtta"]["seconds"].mean == pytest.approx(
-        50_000 / 512 * fake("mgtta", experiment="memory", peak_memory=2 * 10**9)["seconds"]
     )

@@ -15,7 +15,8 @@ ORDER = [
     "augment", "params", "taps", "models", "losses", "source", "fisher", "generator", "checkpoint",
     "optim.mgg", "optim", "methods.base", "methods",
     "recipes", "metrics", "evaluation", "meta", "store", "workers", "experiments", "bench", "progress",
-    "report", "page", "predictions",
+    "report.summary", "report.paired", "report.words", "report.published", "report.tables", "report.charts",
+    "report.examples", "report.page", "report.write", "report", "predictions",
     "listing", "demo", "cli", "__main__",
 ]  # fmt: skip
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mgtta.optim.mgg import MGG
     from mgtta.params import norm_parameters
     from mgtta.recipes import create
+    from mgtta.report import write_report
     from mgtta.source import SourceStatistics, load_source, save_source, source_statistics
 
 _HOME = {  # loaded at first use, so that the command line answers without importing torch
@@ -40,6 +41,7 @@ _HOME = {  # loaded at first use, so that the command line answers without impor
     "save_generator": "checkpoint",
     "save_source": "source",
     "source_statistics": "source",
+    "write_report": "report",
 }
 
 __all__ = [
@@ -64,6 +66,7 @@ __all__ = [
     "save_generator",
     "save_source",
     "source_statistics",
+    "write_report",
 ]
 
 

@@ -252,7 +252,7 @@ def report(
     examples: Annotated[bool, typer.Option(help="Images with predictions, where the data are the characters.")] = True,
 ) -> None:
     """Write the records as markdown, as LaTeX and as one HTML page that needs no network."""
-    from mgtta.page import write_report
+    from mgtta.report import write_report
 
     typer.echo(write_report(runs, out, examples=examples))
 
@@ -279,12 +279,20 @@ def doctor() -> None:
 def demo(
     images: Annotated[int, typer.Option(help="Images of each corruption.")] = 512,
     methods: Annotated[str, typer.Option(help="Names, separated by commas; see `mgtta list`.")] = "noadapt,mgtta",
+    out: Annotated[Path, typer.Option(help="The folder of records and report; OUT-2, ... where it has some.")] = Path(
+        "runs/demo"
+    ),
     device: Device = None,
 ) -> None:
     """Rendered characters under 15 corruptions: a small ViT as it is, and adapting. Needs no download."""
-    from mgtta.demo import run
+    from mgtta.demo import run, table
+    from mgtta.progress import Bars
+    from mgtta.report import write_report
 
-    _print(run(images, _names(methods), _device(device)))
+    with Bars() as watch:
+        folder = run(images, _names(methods), out, _device(device), watch)
+    _print(table(folder))
+    typer.echo(f"report: {write_report(folder)}")
 
 
 def main() -> None:

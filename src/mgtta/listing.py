@@ -20,6 +20,8 @@ PACKAGES = {
     "numpy": "reading images",
     "matplotlib": "the fonts of the embedded data set",
     "cma": "FOA",
+    "jinja2": "the report's page",
+    "plotly": "the report's charts",
 }
 
 

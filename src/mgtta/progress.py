@@ -20,7 +20,7 @@ class Bars(Watch):
         self.progress = progress_bar(TextColumn("{task.fields[now]}"), compact=True, transient=True)
         self.task: TaskID | None = None
         self.finished, self.total = 0, 0
-        self.running: tuple[Cell | None, float] = (None, 0.0)  # the cell that runs here, and since when
+        self.running: tuple[Cell | None, float] = (None, 0.0)  # what runs here, and when its first batch was done
         self.seen = 0
 
     def __enter__(self) -> "Bars":
@@ -38,12 +38,14 @@ class Bars(Watch):
         self._show(text)
 
     def batch(self, cell: Cell, record: Record, part: float) -> None:
+        now, speed = time.perf_counter(), ""
         if self.running[0] is not cell:
-            self.running, self.seen = (cell, time.perf_counter()), 0
-        self.seen += record.sizes[-1]
-        rate = self.seen / max(time.perf_counter() - self.running[1], 1e-9)
+            self.running, self.seen = (cell, now), 0
+        else:
+            self.seen += record.sizes[-1]
+            speed = f", {self.seen / max(now - self.running[1], 1e-9):.0f} images/s"
         accuracy = "" if record.top1 is None else f": {record.top1:.1f} %"
-        self._show(f"{cell.method} on {record.domain}{accuracy}, {rate:.0f} images/s", part)
+        self._show(f"{cell.method} on {record.domain}{accuracy}{speed}", part)
 
     def cell(self, cell: Cell, records: list[dict[str, Any]], fresh: bool) -> None:
         if fresh:

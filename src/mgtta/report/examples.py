@@ -1,0 +1,125 @@
+"""Example images with predictions before and after adaptation."""
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mgtta.data.glyphs import CLASSES, Glyphs
+from mgtta.data.held import Held, Room
+from mgtta.data.streams import Batch, corrupted, stream
+from mgtta.experiments import EMBEDDED
+from mgtta.methods.base import Method
+from mgtta.models import Classifier, load_model
+from mgtta.recipes import create, needs_source, recipe_settings
+from mgtta.report.summary import Record, unique
+from mgtta.shipped import shipped
+from mgtta.source import load_source
+
+CHARACTERS = "rendered characters"  # what bench calls the embedded data
+
+
+@dataclass(frozen=True)
+class Prediction:
+    name: str
+    confidence: float
+    right: bool
+
+
+@dataclass(frozen=True)
+class Example:
+    """An image, clean and corrupted, as data URIs, with what was predicted before and after adaptation."""
+
+    domain: str
+    label: str
+    clean: str
+    corrupted: str
+    before: Prediction
+    after: Prediction
+
+
+def embedded_examples(records: Sequence[Record], domains: int = 2, images: int = 96) -> list[Example]:
+    """Characters with predictions of the embedded model as it is and adapted, where the records are of these two.
+
+    The method is MGTTA if it is among the records; the domains are those in which its accuracy differs most from
+    NoAdapt's, up or down. It adapts to `images` images as the records' protocol says; of the batch after these up to
+    one image is taken that it sets right, one that it spoils, and one that stays as it was.
+    """
+    own = [r for r in records if r["experiment"] == "corruptions" and _reproducible(r.get("protocol") or {})]
+    methods = sorted({r["method"] for r in own} - {"noadapt"}, key=lambda m: (m != "mgtta", m))
+    if not methods:
+        return []
+    like = next(r for r in own if r["method"] == methods[0])
+    model = load_model(EMBEDDED)
+    method = _method(like, model)
+    characters = Held(Glyphs(min(images + like["batch_size"], like["images"])), Room(2**27))
+    found = []
+    for domain in _most_changed(own, like["method"])[:domains]:
+        batches = stream(
+            corrupted(characters, [domain], like["severity"]), batch_size=like["batch_size"], seed=like["seed"]
+        )
+        method.reset()
+        for batch in batches:
+            after = method(batch.x)
+        found += _examples(domain, characters, batch, model(batch.x).detach(), after)
+    return found
+
+
+def _reproducible(protocol: dict[str, Any]) -> bool:
+    """Whether the records' model, images and generator are at hand."""
+    model, weights, data, generator = map(protocol.get, ("model", "checkpoint", "data", "generator"))
+    embedded = (model, weights, data) == (EMBEDDED, None, CHARACTERS)
+    return embedded and (generator is None or generator in shipped("generators") or Path(generator).is_file())
+
+
+def _method(like: Record, model: Classifier) -> Method:
+    settings = dict(like.get("settings") or {})
+    if needs_source(like["method"]):
+        settings["source"] = load_source(EMBEDDED)
+    if "generator" in recipe_settings(like["method"]) and like["protocol"].get("generator"):
+        settings.setdefault("generator", like["protocol"]["generator"])
+    return create(like["method"], model, **settings)
+
+
+def _most_changed(records: Sequence[Record], method: str) -> list[str]:
+    """The method's domains, those first in which its accuracy lies farthest from NoAdapt's."""
+    top1 = {(r["method"], r["domain"]): r["top1"] or 0.0 for r in records}
+    names = unique(r["domain"] for r in records if r["method"] == method)
+    return sorted(names, key=lambda d: -abs(top1[method, d] - top1.get(("noadapt", d), top1[method, d])))
+
+
+def _examples(domain: str, clean: Held, batch: Batch, before: Tensor, after: Tensor) -> list[Example]:
+    labels = torch.as_tensor(batch.y)
+    was, now = before.argmax(1).eq(labels), after.argmax(1).eq(labels)
+    kinds = (~was & now, was & ~now, was == now)  # set right, spoiled, as it was
+
+    def prediction(logits: Tensor, i: int) -> Prediction:
+        confidence, k = logits[i].softmax(0).max(0)
+        return Prediction(CLASSES[int(k)], float(confidence), int(k) == int(labels[i]))
+
+    return [
+        Example(
+            domain,
+            CLASSES[int(labels[i])],
+            data_uri(clean[int(batch.index[i])][0]),
+            data_uri(batch.x[i]),
+            prediction(before, i),
+            prediction(after, i),
+        )
+        for i in (int(kind.nonzero()[0]) for kind in kinds if kind.any())
+    ]
+
+
+def data_uri(image: Tensor) -> str:
+    """An image (3, H, W), uint8 or float in [0, 1], as a PNG that a page can hold."""
+    if image.is_floating_point():
+        image = (255 * image.clamp(0, 1)).round().to(torch.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(image.cpu().permute(1, 2, 0).numpy()).save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

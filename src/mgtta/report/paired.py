@@ -1,0 +1,84 @@
+"""Paired differences: every row against NoAdapt and against MGTTA, with confidence intervals."""
+
+import math
+import statistics
+from dataclasses import dataclass
+from functools import cache
+
+from mgtta.report.summary import MEAN, Section
+
+REFERENCES = ("noadapt", "mgtta")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a row lies above the reference, in points, with a 95 % confidence interval where there can be one."""
+
+    row: str
+    column: str
+    against: str
+    mean: float
+    low: float | None
+    high: float | None
+    pairs: int
+
+
+def differences(section: Section) -> list[Difference]:
+    """Every row against NoAdapt and against MGTTA, paired over domain and seed; for columns of an experiment's own,
+    in each of them.
+
+    The interval is Student's, at 95 %, over domains, each the mean over its seeds, since seeds of one domain are not
+    independent of each other; with one domain it is over seeds. One pair has none.
+    """
+    found = []
+    figure = section.figure
+    for column in [MEAN] if section.axis == "domain" else section.columns:
+        values: dict[str, dict[tuple[str, int], float]] = {row: {} for row in section.rows}
+        for record in section.records:
+            if record.get(figure) is not None and column in (MEAN, section.column(record)):
+                values[section.names[id(record)]][record["domain"], record["seed"]] = record[figure]
+        for method in REFERENCES:
+            for against in [row for row, its in section.rows.items() if its == method]:
+                for row in section.rows:
+                    pairs = {key: v - values[against][key] for key, v in values[row].items() if key in values[against]}
+                    if row != against and pairs:
+                        found.append(_difference(row, column, against, pairs))
+    return found
+
+
+def _difference(row: str, column: str, against: str, pairs: dict[tuple[str, int], float]) -> Difference:
+    by_domain: dict[str, list[float]] = {}
+    for (domain, _), d in pairs.items():
+        by_domain.setdefault(domain, []).append(d)
+    units = [statistics.mean(ds) for ds in by_domain.values()]
+    if len(units) == 1:
+        units = list(pairs.values())
+    mean = statistics.mean(units)
+    if len(units) < 2:
+        return Difference(row, column, against, mean, None, None, len(pairs))
+    half = t_quantile(len(units) - 1) * statistics.stdev(units) / math.sqrt(len(units))
+    return Difference(row, column, against, mean, mean - half, mean + half, len(pairs))
+
+
+@cache
+def t_quantile(df: int, confidence: float = 0.95) -> float:
+    """t with P(|T| < t) = confidence for Student's T with `df` degrees of freedom."""
+    low, high = 0.0, 1.0
+    while _t_within(high, df) < confidence:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_within(middle, df) < confidence else (low, middle)
+    return (low + high) / 2
+
+
+def _t_within(t: float, df: int) -> float:
+    """P(|T| < t), the finite sums of Abramowitz & Stegun, 26.7.3 and 26.7.4."""
+    theta = math.atan(t / math.sqrt(df))
+    sin, cos = math.sin(theta), math.cos(theta)
+    odd = df % 2
+    total, term = 0.0, cos if odd else 1.0
+    for k in range(1, df // 2 + 1):
+        total += term
+        term *= cos**2 * (2 * k / (2 * k + 1) if odd else (2 * k - 1) / (2 * k))
+    return (theta + sin * total) * 2 / math.pi if odd else sin * total

@@ -1,0 +1,102 @@
+"""The paper's own figures, which ship as data, beside what was measured; and how the two differ in footing."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from mgtta.data.corruptions import CORRUPTIONS
+from mgtta.report.summary import MEAN, Figure, Record, Section, label, unique
+from mgtta.report.words import many
+
+
+@cache
+def published() -> dict[str, Any]:
+    """The paper's tables by experiment, method and column, each with its footing."""
+    data = json.loads(resources.files("mgtta.report").joinpath("published.json").read_text(encoding="utf-8"))
+    for table in data["tables"]:
+        table["footing"] = {**data["footing"], **table["footing"]}
+    return data
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A table of the paper with what was measured: row -> column -> figure."""
+
+    table: str
+    footing: dict[str, Any]
+    columns: list[str]
+    measured: dict[str, dict[str, Figure]]
+    printed: dict[str, dict[str, float]]
+    differs: list[str]
+
+
+def beside(section: Section) -> list[Beside]:
+    """The paper's tables of the section's experiment, for the methods that were measured."""
+    found = []
+    for table in published()["tables"]:
+        rows = {row: table["rows"][row] for row in section.rows if row in table["rows"]}
+        if table["experiment"] != section.experiment or not rows:
+            continue
+        if table["columns"] not in ("figure", section.axis) or not _same_data(section, table):
+            continue
+        measured = _costs(section) if table["columns"] == "figure" else section.figures()
+        all_15 = set(section.domains) == set(CORRUPTIONS)
+        if table["experiment"] == "ablation" and all_15:
+            measured = {row: {**cells, "imagenet-c": cells[MEAN]} for row, cells in measured.items() if MEAN in cells}
+        own = unique(column for row in rows.values() for column in row)
+        shared = [c for c in own if any(c in measured.get(row, {}) for row in rows)]
+        if table["columns"] == "domain" and set(own) - {MEAN} - set(section.domains):
+            shared = [c for c in shared if c != MEAN]  # a mean over other domains
+        if not shared:
+            continue
+        differs = footing_differs(section.records, table["footing"])
+        if table["columns"] != "domain" and table["footing"]["data"] == "ImageNet-C" and not all_15:
+            differs.insert(0, f"the means are over {many(len(section.domains), 'domain')}, the paper's over 15")
+        chosen = {row: cells for row, cells in measured.items() if row in rows}
+        found.append(Beside(table["table"], table["footing"], shared, chosen, rows, differs))
+    return found
+
+
+def _same_data(section: Section, table: dict[str, Any]) -> bool:
+    """Whether a table that the paper gives for several data sets is the one of the section's kind."""
+    return (table["footing"]["data"] == "ImageNet-R") == (section.domains == ["imagenet-r"])
+
+
+def _costs(section: Section) -> dict[str, dict[str, Figure]]:
+    """Row -> accuracy, seconds for 50,000 images, and megabytes."""
+    costs: dict[str, dict[str, Figure]] = {}
+    accuracy = section.figures()
+    for row in section.rows:
+        records = section.of(row)
+        cells = {"seconds": Figure.of([50_000 * r["seconds"] / r["images"] for r in records if r["images"]])}
+        memory = [r["peak_memory"] / 1e6 for r in records if r.get("peak_memory")]
+        if memory:
+            cells["megabytes"] = Figure.of(memory)
+        top1 = accuracy[row].get(MEAN if len(section.domains) > 1 else section.domains[0])
+        costs[row] = {**cells, **({"top1": top1} if top1 else {})}
+    return costs
+
+
+def footing_differs(records: Sequence[Record], paper: dict[str, Any]) -> list[str]:
+    """In words, all that is known to differ from, or cannot be checked against, a published table."""
+    found = []
+    protocol = records[0].get("protocol") or {}
+    if not str(protocol.get("model")).startswith("vit_base_patch16_224"):
+        found.append(f"the model is {protocol.get('model')}, the paper's a ViT-Base trained on ImageNet-1k")
+    data = str(protocol.get("data"))
+    if not data.lower().replace("_", "-").rstrip("/").endswith("imagenet-c") or paper["data"] != "ImageNet-C":
+        found.append(f"the data are {data}, the paper's {paper['data']}")
+    for key, name in (("images", "images of each domain"), ("batch_size", "batch size"), ("severity", "severity")):
+        values = unique(record.get(key) for record in records)
+        if paper.get(key) is not None and values != [paper[key]]:
+            theirs = f"{paper[key]:,}" if isinstance(paper[key], int) else paper[key]
+            found.append(f"{name}: {', '.join(label(v, 'unknown') for v in values)}; the paper's: {theirs}")
+    if protocol.get("mean") is not None:
+        mean, std = (", ".join(f"{x:g}" for x in protocol.get(key) or []) for key in ("mean", "std"))
+        found.append(f"normalisation: mean {mean}, std {std}; the paper does not state its own")
+    if paper.get("device"):
+        found.append(f"the device is {protocol.get('device')}, the paper's {paper['device']}")
+    return found

@@ -1,0 +1,44 @@
+"""A folder of records as the three files of a report."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from mgtta.files import atomic
+from mgtta.report.examples import Example, embedded_examples
+from mgtta.report.page import page
+from mgtta.report.summary import sections
+from mgtta.report.tables import latex_report, markdown_report
+from mgtta.store import Store
+
+
+def write_report(
+    runs: str | os.PathLike, out: str | os.PathLike | None = None, *, examples: bool | Sequence[Example] = True
+) -> Path:
+    """Write report.md, report.tex and report.html from a folder of records; gives the page's path.
+
+    Args:
+        runs: the folder that `mgtta bench` wrote.
+        out: where to; the same folder unless given.
+        examples: images for the page. True renders some where the records are of the embedded data and model, which
+            takes some seconds.
+    """
+    folder = Path(runs)
+    if not (folder / "records.jsonl").is_file():
+        raise FileNotFoundError(f"no records in {folder}: name the folder that `mgtta bench` wrote (its --out)")
+    records = Store(folder).records()
+    if not records:
+        raise ValueError(f"{folder / 'records.jsonl'} holds no finished records yet: let `mgtta bench` finish a cell")
+    found = sections(records)
+    if isinstance(examples, bool):
+        examples = embedded_examples(records) if examples else ()
+    out = folder if out is None else Path(out)
+    texts = {
+        "report.md": markdown_report(found),
+        "report.tex": latex_report(found),
+        "report.html": page(found, examples),
+    }
+    for name, text in texts.items():
+        with atomic(out / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    return out / "report.html"

@@ -1,0 +1,96 @@
+"""The paper's figures: whole, in agreement with each other, and beside the measured ones."""
+
+import statistics
+
+import pytest
+from made_up import budgets, fake, table_1
+
+from mgtta.data.corruptions import CORRUPTIONS
+from mgtta.recipes import RECIPES
+from mgtta.report import sections
+from mgtta.report.published import beside, published
+from mgtta.report.tables import markdown_report
+
+
+def tables(experiment):
+    return [table for table in published()["tables"] if table["experiment"] == experiment]
+
+
+def test_published_averages_are_those_of_their_rows():
+    for table in (*tables("corruptions"), *tables("variants")):
+        for method, row in table["rows"].items():
+            rest = [x for column, x in row.items() if column != "mean"]
+            assert len(rest) == (15 if table["experiment"] == "corruptions" else 3)
+            assert statistics.mean(rest) == pytest.approx(row["mean"], abs=0.1), method
+
+
+def test_published_tables_agree_with_each_other():
+    average = {method: row["mean"] for method, row in tables("corruptions")[0]["rows"].items()}
+    seconds, updates = tables("budgets")
+    for method, mean in average.items():
+        assert seconds["rows"][method]["inf"] == updates["rows"][method]["782"] == mean
+        assert tables("runtime")[0]["rows"][method]["top1"] == mean
+    for n in (20, 50, 100):
+        assert tables("runtime")[0]["rows"][f"mgtta, {n} updates"]["top1"] == updates["rows"]["mgtta"][str(n)]
+    for method, row in tables("memory")[0]["rows"].items():
+        assert row["seconds"] == tables("runtime")[0]["rows"][method]["seconds"]
+        assert row["top1"] == (66.7 if method == "eata" else average[method])  # as the notes say
+    on_r = tables("variants")[0]["rows"]["mgtta"]["imagenet-r"]
+    ablated = tables("ablation")[0]["rows"]
+    assert ablated["mgtta"]["imagenet-c"] == average["mgtta"]
+    assert {c: x for c, x in ablated["mgtta"].items() if c != "imagenet-c"} == {
+        c: x for c, x in tables("variants")[0]["rows"]["mgtta"].items() if c != "mean"
+    }
+    assert [t["rows"]["mgtta"]["128"] for t in tables("samples")] == [average["mgtta"], on_r]
+    assert [t["rows"]["mgtta"]["8"] for t in tables("hidden-size")] == [average["mgtta"], on_r]
+    tried = tables("learning-rate")[0]["rows"]
+    assert {m: max(row.values()) for m, row in tried.items()} == {
+        "deyo": average["deyo"], "eq7_sgd": ablated["eq7_sgd"]["imagenet-c"], "mgtta": average["mgtta"],
+    }  # fmt: skip
+
+
+def test_published_tables_are_whole():
+    assert len({table["table"] for table in published()["tables"]}) == 12
+    for table in published()["tables"]:
+        assert {row.partition(",")[0] for row in table["rows"]} <= set(RECIPES)
+        assert len({tuple(row) for row in table["rows"].values()}) == 1
+        assert {"model", "normalisation", "images", "batch_size", "severity"} <= table["footing"].keys()
+        for row in table["rows"].values():
+            assert all(0 <= x <= 100 for column, x in row.items() if column not in ("seconds", "megabytes"))
+    assert set(tables("corruptions")[0]["rows"]["mgtta"]) == {*CORRUPTIONS, "mean"}
+
+
+def test_published_figures_stand_beside_with_what_differs():
+    [section] = sections(table_1())
+    [table] = beside(section)
+    assert table.columns == [*CORRUPTIONS, "mean"]
+    assert table.printed["mgtta"]["mean"] == 71.3
+    assert table.measured["mgtta"]["fog"] == section.figures()["mgtta"]["fog"]
+    words = "; ".join(table.differs)
+    for part in ("glyphs_vit", "rendered characters", "512; the paper's: 50,000", "mean 0.5, 0.5, 0.5"):
+        assert part in words
+    assert "batch size" not in words
+    assert "| mgtta | measured |" in markdown_report([section])
+
+
+def test_a_mean_over_other_domains_does_not_stand_beside():
+    [part] = sections(table_1(domains=("fog", "snow")))
+    assert beside(part)[0].columns == ["snow", "fog"]
+    updates, seconds = sections(budgets())
+    assert beside(updates)[0].columns == ["10", "20"]
+    assert beside(seconds)[0].columns == ["2", "inf"]
+    assert "the means are over 2 domains" in beside(updates)[0].differs[0]
+    assert not beside(sections([fake("bn")])[0])
+
+
+def test_variants_and_costs_stand_beside():
+    [variants] = sections([fake("mgtta", d, experiment="variants", severity=0) for d in ("imagenet-r", "imagenet-a")])
+    assert beside(variants)[0].columns == ["imagenet-r", "imagenet-a"]
+    on_r = [fake("mgtta", "imagenet-r", experiment="samples", severity=0, protocol={"training_images": 128})]
+    [table] = beside(sections(on_r)[0])
+    assert table.printed["mgtta"]["128"] == 70.2
+    [costs] = beside(sections([fake("mgtta", experiment="memory", peak_memory=2 * 10**9)])[0])
+    assert costs.measured["mgtta"]["megabytes"].mean == 2000
+    assert costs.measured["mgtta"]["seconds"].mean == pytest.approx(
+        50_000 / 512 * fake("mgtta", experiment="memory", peak_memory=2 * 10**9)["seconds"]
+    )
