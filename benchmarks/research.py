@@ -72,7 +72,7 @@ class Training:
     hidden_size: int = 8
     lr: float = 5e-3
     decay: float = math.inf
-    batch: int = 32
+    batch: tuple[int, ...] = (32,)  # episodes take turns
     steps: int = 32  # of an episode
     episodes: int = 60
     unroll: int = 1  # steps that credit reaches back
@@ -457,8 +457,9 @@ class Lab:
         x, _ = self.images("training")
         x = x[: training.images]
         name = VALIDATION_CORRUPTIONS[episode % len(VALIDATION_CORRUPTIONS)]
+        size = training.batch[episode // len(VALIDATION_CORRUPTIONS) % len(training.batch)]
         for step in range(training.steps):
-            rows = torch.randperm(len(x), generator=rng)[: training.batch]
+            rows = torch.randperm(len(x), generator=rng)[:size]
             clean = x[rows.to(self.device)]
             if training.flip and torch.rand((), generator=rng) < 0.5:
                 clean = clean.flip(-1)
@@ -558,6 +559,8 @@ def trainings(results: Results) -> list[Training]:
         *(twin(inputs=inputs, objective=plus(results)) for inputs in (Training.inputs, TIME, RICH)),
         twin(inputs=RICH, objective=plus(results), decay=5.0, lr=1e-2),
         twin(inputs=RICH, objective=plus(results), episodes=100),
+        twin(inputs=RICH, batch=(4, 16, 64)),
+        twin(inputs=RICH, objective=plus(results), batch=(4, 16, 64)),
     ]
 
 
