@@ -1,21 +1,33 @@
 """K ranks that share every batch are one process that has it all."""
 
 import copy
+import csv
 import datetime
+import fcntl
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import CLASSES, NETS, images, random_generator, vit
+from PIL import Image
 from test_baselines import unsure_vit
 
 import mgtta
+from mgtta.bench import run_cells
+from mgtta.cli import app
+from mgtta.data.glyphs import Glyphs
+from mgtta.data.streams import corrupted, stream
 from mgtta.distributed import ALONE, RankError, Ranks, share
+from mgtta.experiments import Cell, Setup
 from mgtta.files import read_tree, write_tree
 from mgtta.recipes import RECIPES, needs_source
+from mgtta.store import Store
 
 K = 3
 SIZES = [8] * 17 + [7, 2, 1]  # 20 steps; of the last two batches some ranks have nothing
@@ -32,6 +44,10 @@ CASES = {  # filters that some images pass and some do not
     "mgtta_lstm": {},
     "noadapt": {},
 }
+
+
+SMALL = Setup(images=7)
+CELLS = [Cell("corruptions", m, ("fog",), batch_size=3) for m in ("noadapt", "eq7_sgd")]  # batches of 3, 3 and 1
 
 
 def create(case, **more):
@@ -63,9 +79,20 @@ def adapted(method, xs):
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory):
+def ran(tmp_path_factory, worker_id):
     """What each rank found. One start of the ranks serves all tests, since starting takes longer than running."""
-    folder = tmp_path_factory.mktemp("ranks")
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "ranks"  # the same for all of xdist's processes
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            _start_ranks(folder)
+            (folder / "done").touch()
+    return [{**read_tree(folder / f"{rank}")[0], "runs": Store(folder / f"runs{rank}")} for rank in range(K)]
+
+
+def _start_ranks(folder):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["test_baselines"])
     processes = [context.Process(target=_member, args=(rank, folder), daemon=True) for rank in range(K)]
@@ -74,13 +101,14 @@ def ran(tmp_path_factory):
     for process in processes:
         process.join(120)
     assert [process.exitcode for process in processes] == [0, 0, 7]  # the last is killed, see _lost
-    return [read_tree(folder / f"{rank}")[0] for rank in range(K)]
 
 
 def _member(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=K)
     found = _everything(rank, dist.group.WORLD)
+    found["records"] = run_cells(CELLS, SMALL, Store(folder / f"runs{rank}"), process_group=dist.group.WORLD)
+    found["refused cells"] = _refused_cells(folder, dist.group.WORLD)
     found["hangs"], found["lost"] = _lost(rank, lambda: time.sleep(3)), ""
     write_tree(folder / f"{rank}", found, {})
     found["lost"] = _lost(rank, lambda: os._exit(7))
@@ -147,6 +175,16 @@ def _errors(rank, group):
     for settings in ({"lr": 1e-3 * (1 + (rank == 2))}, {"max_updates": 3 + rank}):
         try:
             mgtta.create("tent", vit(), process_group=group, **settings)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def _refused_cells(folder, group):
+    found = []
+    for cells, workers in (([Cell("runtime", "tent", ("fog",), alone=True)], 0), (CELLS, 2)):
+        try:
+            run_cells(cells, SMALL, Store(folder / "none"), workers, process_group=group)
         except ValueError as error:
             found.append(str(error))
     return found
@@ -293,7 +331,62 @@ def test_a_rank_that_dies_or_hangs_ends_the_run_within_the_timeout(ran, how):
         assert "start all ranks again" in ran[rank][how]
 
 
+# --- experiments
+
+
+def test_ranks_give_the_records_of_one_process_and_the_first_keeps_them(ran, tmp_path):
+    alone = run_cells(CELLS, SMALL, Store(tmp_path))
+    for rank, found in enumerate(ran):
+        for a, b in zip(found["records"], alone, strict=True):
+            assert a["protocol"]["ranks"] == K
+            assert a.keys() == b.keys()
+            for key in ("cell", "method", "images", "labelled", "sizes", "curve", "updates", "top1", "top5"):
+                assert a[key] == b[key]
+            assert a["ece"] == pytest.approx(b["ece"], abs=1e-3)
+        assert len(found["runs"].records()) == (2 if rank == 0 else 0)
+
+
+def test_what_ranks_cannot_run_is_told_first(ran):
+    for found in ran:
+        alone, workers = found["refused cells"]
+        assert "tent on fog (runtime) is measured in a process of its own: run it without torchrun" in alone
+        assert "workers run cells apart" in workers
+
+
+@pytest.mark.slow
+def test_torchrun_writes_the_predictions_of_one_process(tmp_path, monkeypatch):
+    glyphs = Glyphs(13)
+    (tmp_path / "images").mkdir()
+    for i in range(13):
+        Image.fromarray(glyphs[i][0].permute(1, 2, 0).numpy()).save(tmp_path / "images" / f"{i:02}.png")
+    monkeypatch.chdir(tmp_path)
+    words = ["adapt", "images", "--model", "glyphs_vit", "--source", "glyphs_vit", "--batch-size", "6"]
+    words += ["--device", "cpu", "--state", "state", "--out"]
+    app([*words, "one.csv"], standalone_mode=False)
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mgtta"]
+    done = subprocess.run([*ranks, *words, "two.csv"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("13 images; 3 updates, 0 skipped -> two.csv") == 1
+    one, two = (list(csv.DictReader(Path(f"{run}.csv").read_text().splitlines())) for run in ("one", "two"))
+    for a, b in zip(one, two, strict=True):
+        assert (a["image"], a["prediction"]) == (b["image"], b["prediction"])
+        assert float(a["confidence"]) == pytest.approx(float(b["confidence"]), abs=1e-5)
+
+
 # --- shares
+
+
+def test_a_streams_parts_are_the_stream():
+    def batches(part=None, workers=0):
+        return list(stream(corrupted(Glyphs(11), ["contrast", "fog"]), batch_size=4, part=part, workers=workers))
+
+    whole = batches()
+    for size in (2, 3, 5):
+        parts = [batches((rank, size), workers=rank % 2) for rank in range(size)]
+        for batch, *shares in zip(whole, *parts, strict=True):
+            assert {s.domain for s in shares} == {batch.domain}
+            for field in ("x", "y", "index"):
+                assert torch.equal(torch.cat([getattr(s, field) for s in shares]), getattr(batch, field))
 
 
 def test_shares_are_the_batch_in_order():

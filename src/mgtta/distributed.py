@@ -41,6 +41,11 @@ class Alone:
         """Whether this is the rank that writes and speaks for all."""
         return self.rank == 0
 
+    @property
+    def part(self) -> tuple[int, int] | None:
+        """Which share of every batch a stream gives to this rank."""
+        return None if self.size == 1 else (self.rank, self.size)
+
     def mean(self, values: Tensor) -> Tensor | None:
         """The mean over the images of all ranks, (n, ...) -> (...), differentiable; None where there are none."""
         return values.mean(0) if len(values) else None
@@ -199,6 +204,11 @@ class Ranks(Alone):
                 f"rank {self.rank} of {self.size} got no answer: another rank has died, hangs, or has failed (see its "
                 f"own message). What is finished is kept; start all ranks again. The backend says: {error}"
             ) from error
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> Alone:
+    """The ranks of a group; for None, the one process that this is."""
+    return ALONE if group is None else Ranks(group)
 
 
 class _Sum(torch.autograd.Function):

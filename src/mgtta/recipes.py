@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from mgtta.checkpoint import load_generator
-from mgtta.distributed import Ranks
+from mgtta.distributed import ranks_of
 from mgtta.errors import unknown
 from mgtta.fisher import Fisher, load_fisher
 from mgtta.generator import MetaGradientGenerator
@@ -335,10 +335,9 @@ def create(
     method.name = function.__name__
     method.max_updates, method.max_seconds = max_updates, max_seconds
     if process_group is not None:
-        ranks = Ranks(process_group)
-        method.join(ranks)
+        method.join(ranks_of(process_group))
         chosen = repr((max_updates, max_seconds, sorted(settings.items())))  # of tensors, a few digits of some numbers
-        ranks.agree("model, method and settings", [method.fingerprint, method.kind, chosen])
+        method.ranks.agree("model, method and settings", [method.fingerprint, method.kind, chosen])
     return method
 
 
