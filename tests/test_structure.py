@@ -14,7 +14,7 @@ ORDER = [
     "data.streams", "data.export",
     "augment", "params", "taps", "models", "losses", "source", "fisher", "generator", "checkpoint",
     "optim.mgg", "optim", "methods.base", "methods",
-    "recipes", "metrics", "evaluation", "meta", "store", "workers", "experiments", "bench", "progress",
+    "recipes", "metrics", "evaluation", "meta", "store", "workers", "cluster", "experiments", "bench", "progress",
     "report", "page", "predictions",
     "listing", "demo", "cli", "__main__",
 ]  # fmt: skip

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from mgtta import __version__
 from mgtta._timm import timm
 from mgtta.checkpoint import save_generator
+from mgtta.cluster import connected, spread_on_ray, tasks_of_a_machine
 from mgtta.data.corruptions import frost_source
 from mgtta.data.datasets import KINDS, is_imagenet_c, open_dataset, synsets
 from mgtta.data.glyphs import TEST_SEED, VALIDATION_SEED, Glyphs
@@ -274,9 +275,10 @@ def run_experiment(
     workers: int = 0,
     watch: Watch | None = None,
     process_group: ProcessGroup | None = None,
+    ray: str | None = None,
 ) -> list[dict[str, Any]]:
     """The records of an experiment; with `sweep`, at learning rates chosen on the validation corruptions."""
-    more: dict[str, Any] = {"workers": workers, "watch": watch, "process_group": process_group}
+    more: dict[str, Any] = {"workers": workers, "watch": watch, "process_group": process_group, "ray": ray}
     cells = experiment_cells(name, options)
     if sweep:
         tries = sweep_cells(cells)
@@ -292,6 +294,7 @@ def run_cells(
     watch: Watch | None = None,
     title: str = "",
     process_group: ProcessGroup | None = None,
+    ray: str | None = None,
 ) -> list[dict[str, Any]]:
     """Run the cells that the store does not hold, and give the records of all of them, in the cells' order.
 
@@ -302,11 +305,13 @@ def run_cells(
             runs here, and what is `alone` in a process of its own, one at a time, in any case.
         process_group: of ranks that run every cell together, each with its share of every batch. The first one's
             store counts.
+        ray: the address of a Ray cluster that runs the cells, or "auto". What is measured by the clock runs there
+            one cell at a time, after all else.
     """
     watch, ranks = watch or Watch(), ranks_of(process_group)
     setup = dataclasses.replace(setup, ranks=ranks.size)
     cells = list(dict.fromkeys(cells))
-    _check_ranks(cells, ranks.size, workers)
+    _check_engines(cells, ranks.size, workers, ray)
     works = {cell: cell.key(setup) for cell in cells}
     there = ranks.tell(lambda: _by_cell(store))
     done = {name.rpartition("/")[2]: records for name, records in there.items()}
@@ -331,7 +336,12 @@ def run_cells(
             finish(work, done[work], fresh=False)
     first_seen = {stream: i for i, stream in reversed(list(enumerate(cell.stream for cell in cells)))}
     todo = sorted((asking[0] for w, asking in wanted.items() if w not in done), key=lambda c: first_seen[c.stream])
-    for cell, records in _run(todo, setup, store.path.parent, workers, watch, process_group):
+    folder = store.path.parent
+    if ray is None:
+        ran = _run(todo, setup, folder, workers, watch, process_group)
+    else:
+        ran = _run_on_ray(todo, setup, folder, watch, ray)
+    for cell, records in ran:
         finish(works[cell], records, fresh=True)
     found = ranks.tell(lambda: _by_cell(store))
     return [record for cell in cells for record in found[_name(cell, works[cell])]]
@@ -356,9 +366,24 @@ def _run(
             yield from spread([cell], partial(_start, setup, folder, 0, torch.get_num_threads()), 1)
 
 
-def _check_ranks(cells: Sequence[Cell], ranks: int, workers: int) -> None:
-    if ranks > 1 and workers:
-        raise ValueError("ranks run each cell together, workers run cells apart: start one process, or no workers")
+def _run_on_ray(
+    cells: Sequence[Cell], setup: Setup, folder: Path, watch: Watch, address: str
+) -> Iterator[tuple[Cell, list[dict[str, Any]]]]:
+    if not cells:
+        return
+    needs: dict[str, Any] = {"cpus": 1, "gpus": int(torch.device(setup.device).type == "cuda")}
+    with connected(address) as cluster:
+        watch.note(f"on Ray: {cluster}")
+        held = HELD_BYTES // tasks_of_a_machine(**needs)
+        start, bare = (partial(_start, setup, folder.resolve(), size, 1) for size in (held, 0))
+        yield from spread_on_ray([c for c in cells if not c.timed], start, **needs)
+        yield from spread_on_ray([c for c in cells if c.timed and not c.alone], start, **needs, at_once=1)
+        yield from spread_on_ray([c for c in cells if c.alone], bare, **needs, at_once=1, fresh=True)
+
+
+def _check_engines(cells: Sequence[Cell], ranks: int, workers: int, ray: str | None) -> None:
+    if (ranks > 1) + bool(workers) + (ray is not None) > 1:
+        raise ValueError("torchrun's ranks run each cell together, workers and Ray run cells apart: take one of them")
     if ranks > 1 and (alone := next((cell for cell in cells if cell.alone), None)):
         raise ValueError(f"{alone} ({alone.experiment}) is measured in a process of its own: run it without torchrun")
 

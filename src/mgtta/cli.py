@@ -221,6 +221,9 @@ def bench(
     images: Annotated[int | None, typer.Option(min=1, help="Of each domain.")] = None,
     sweep: Annotated[bool, typer.Option("--sweep", help="Choose learning rates on validation images.")] = False,
     workers: Annotated[int, typer.Option(min=0, help="Processes; 0 runs in this one.")] = 0,
+    ray: Annotated[
+        str | None, typer.Option(metavar="[ADDRESS]", help="Run the cells on a Ray cluster; alone, on the one at hand.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few images, small batches: does it run?")] = False,
     json: Annotated[bool, typer.Option("--json", help="Events and records as lines of JSON, and no bars.")] = False,
     device: Device = None,
@@ -251,8 +254,9 @@ def bench(
     try:
         with shown as watch:
             records = run_experiment(
-                experiment, options, setup, store, sweep=sweep, workers=workers, watch=watch, process_group=group
-            )
+                experiment, options, setup, store,
+                sweep=sweep, workers=workers, watch=watch, process_group=group, ray=ray,
+            )  # fmt: skip
     except KeyboardInterrupt:
         typer.echo(f"stopped: {len(store.cells())} finished cells are in {out}; the same command goes on", err=True)
         raise typer.Exit(130) from None
@@ -311,12 +315,18 @@ def main() -> None:
     """Errors that say what was wrong and what to do are printed without a trace (MGTTA_TRACE=1 shows it)."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary files are removed
     try:
-        app()
+        app(_bare_ray(sys.argv[1:]))
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
         if os.environ.get("MGTTA_TRACE"):
             raise
         typer.secho(f"{_rank()}error: {error}", fg="red", err=True)
         sys.exit(2)
+
+
+def _bare_ray(words: list[str]) -> list[str]:
+    """`--ray` without an address is the cluster at hand: typer knows no option with a value that may be left out."""
+    pairs = zip(words, [*words[1:], "-"], strict=True)
+    return [f"{word}=auto" if word == "--ray" and following.startswith("-") else word for word, following in pairs]
 
 
 def _model_and_data(
