@@ -43,11 +43,6 @@ def without_timing(records):
 
 
 @pytest.fixture
-def two_corruptions(monkeypatch):
-    monkeypatch.setattr(experiments, "CORRUPTIONS", ("fog", "contrast"))
-
-
-@pytest.fixture
 def counted(monkeypatch):
     """The cells that were really run."""
     run, ran = Lab.run, []
@@ -217,7 +212,7 @@ def test_a_lstm_is_trained_beside_a_generator_that_is_not_shipped():
     assert training("mine.safetensors") == {Training(memory="lstm")}
 
 
-def test_every_experiment_runs_on_the_characters(tmp_path, two_corruptions):
+def test_every_experiment_runs_on_the_characters(tmp_path):
     """Everything but the two that start processes, and with hardly an image."""
     quick = {**QUICK, "corruptions": ("fog",), "seconds": (0.01,), "samples": (4,), "rates": (1.0,), "sizes": (2, 4)}
     options = Options(
@@ -230,7 +225,7 @@ def test_every_experiment_runs_on_the_characters(tmp_path, two_corruptions):
     sizes = {r["protocol"]["hidden_size"] for r in records if r["experiment"] == "hidden-size"}
     assert sizes == {2, 4}
     [mixed] = [r for r in records if r["experiment"] == "mixed"]
-    assert mixed["images"] == 12
+    assert mixed["images"] == 6
 
 
 # --- sweeps
@@ -261,10 +256,11 @@ def test_the_best_mean_is_chosen_for_each_batch_size():
         assert cell.chosen_from == tuple(rates("tent"))
 
 
-def test_a_swept_experiment_says_what_it_chose_from(tmp_path, two_corruptions, monkeypatch):
+def test_a_swept_experiment_says_what_it_chose_from(tmp_path, monkeypatch):
     monkeypatch.setattr(experiments, "VALIDATION_CORRUPTIONS", ("saturate",))
     monkeypatch.setattr(experiments, "rates", lambda method, factors=(): [1e-3, 1e-2])
-    records = run_experiment("corruptions", Options(["tent"]), Setup(images=2), Store(tmp_path), sweep=True)
+    options = Options(["tent"], corruptions=("fog", "contrast"))
+    records = run_experiment("corruptions", options, Setup(images=2), Store(tmp_path), sweep=True)
     assert [r["protocol"]["chosen_from"] for r in records] == [[1e-3, 1e-2]] * 2
     tried = [r for r in Store(tmp_path).records() if r["experiment"] == "sweep"]
     assert {r["settings"]["lr"] for r in tried} == {1e-3, 1e-2}
@@ -410,6 +406,30 @@ def test_worker_processes_give_the_same_records(tmp_path):
     here = run_cells(FEW, SMALL, Store(tmp_path / "here"))
     there = run_cells(FEW, SMALL, Store(tmp_path / "there"), workers=2)
     assert without_timing(here) == without_timing(there)
+
+
+def test_workers_train_the_generators_side_by_side_before_anyone_waits_for_one(tmp_path, monkeypatch):
+    asked: list = []
+
+    def here(tasks, start, workers, kin):
+        asked.extend(tasks)
+        run = start()
+        yield from ((task, run(task)) for task in tasks)
+
+    monkeypatch.setattr(bench, "spread", here)
+    sizes = [dataclasses.replace(TINY, hidden_size=d) for d in (2, 4)]
+    cells = [Cell("hidden-size", "mgtta", (c,), batch_size=3, training=t) for c in ("fog", "contrast") for t in sizes]
+    records = run_cells(cells, SMALL, Store(tmp_path), workers=2)
+    assert asked == [*sizes, *cells]
+    assert [r["protocol"]["hidden_size"] for r in records] == [2, 4, 2, 4]
+
+
+def test_the_corruptions_are_the_users():
+    options = Options(["tent"], corruptions=("fog", "snow"))
+    assert [c.domains for c in experiment_cells("corruptions", options)] == [("fog",), ("snow",)]
+    assert [c.domains for c in experiment_cells("mixed", options)] == [("fog", "snow")]
+    with pytest.raises(ValueError, match="unknown corruption 'rain'"):
+        experiment_cells("corruptions", Options(["tent"], corruptions=("rain",)))
 
 
 @pytest.mark.slow

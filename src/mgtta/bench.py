@@ -85,6 +85,9 @@ class Lab:
     ):
         if setup.data is not None and setup.data == setup.validation:
             raise ValueError("the validation images are the test images: name others, or none")
+        if torch.device(setup.device).type == "cuda":
+            torch.set_float32_matmul_precision("high" if setup.tf32 else "highest")
+            torch.backends.cudnn.allow_tf32 = setup.tf32
         self.setup, self.folder, self.watch, self.group = setup, folder, watch or Watch(), group
         self.room, self.stream_bytes = Room(held), min(held, STREAM_BYTES)
         self._models: dict[Any, Classifier] = {}
@@ -172,7 +175,7 @@ class Lab:
     def run(self, cell: Cell) -> list[dict[str, Any]]:
         """The cell's records, one for each domain."""
         batches, images = self._batches(cell)
-        known, training = recipe_settings(cell.method), self._training(cell)
+        known, training = recipe_settings(cell.method), training_of(cell, self.setup)
         settings = dict(cell.settings)
         if needs_source(cell.method):
             settings["source"] = self.source
@@ -197,12 +200,6 @@ class Lab:
         timing = {"timing": True} if cell.timed else {}
         records = evaluate(method, batches, cell.reset, on_batch=on_batch, **timing)
         return [self._described(cell, record) for record in records]
-
-    def _training(self, cell: Cell) -> Training | None:
-        """How the cell's generator is trained; None where it needs none or is there already."""
-        known = recipe_settings(cell.method)
-        own = known.get("generator") == Setup.generator and "optimizer" not in known
-        return cell.training or (Training() if own and self.setup.generator == TRAIN else None)
 
     def _batches(self, cell: Cell) -> tuple[Any, Any]:
         """The stream, a list where it is small enough to keep, and the images it is made of."""
@@ -231,7 +228,7 @@ class Lab:
         return [dataclasses.replace(d, dataset=h) for d, h in zip(domains, held, strict=True)]
 
     def _described(self, cell: Cell, record: Record) -> dict[str, Any]:
-        model, training, known = self.model(), self._training(cell), recipe_settings(cell.method)
+        model, training, known = self.model(), training_of(cell, self.setup), recipe_settings(cell.method)
         uses_generator = "generator" in known and (training is not None or "optimizer" not in known)
         own = known.get("generator") == Setup.generator
         on_the_fly = not isinstance(self.images(cell.split, cell.data), str)
@@ -257,12 +254,20 @@ class Lab:
             "training_images": training.images if training else None,
             "chosen_from": list(cell.chosen_from) or None,
             "device": _device_name(self.setup.device),
+            "precision": "tf32" if self.setup.tf32 else "fp32",
             "ranks": self.setup.ranks,
             "threads": torch.get_num_threads(),
             "versions": {"mgtta": __version__, "torch": torch.__version__, "timm": timm.__version__},
             "command": _command(),
         }
         return {**record.to_dict(), **_asked(cell), "protocol": protocol}
+
+
+def training_of(cell: Cell, setup: Setup) -> Training | None:
+    """How the cell's generator is trained; None where it needs none or is there already."""
+    known = recipe_settings(cell.method)
+    own = known.get("generator") == Setup.generator and "optimizer" not in known
+    return cell.training or (Training() if own and setup.generator == TRAIN else None)
 
 
 def run_experiment(
@@ -354,7 +359,8 @@ def _run(
     here = [cell for cell in cells if cell.timed and not cell.alone]
     if workers:
         start = partial(_start, setup, folder, HELD_BYTES // workers, 1)
-        yield from spread(free, start, workers, kin=lambda cell: cell.stream)
+        done = spread(_tasks(free, setup), start, workers, kin=lambda t: t.stream if isinstance(t, Cell) else t)
+        yield from ((task, records) for task, records in done if isinstance(task, Cell))
     else:
         here = free + here
     if here:
@@ -376,9 +382,15 @@ def _run_on_ray(
         watch.note(f"on Ray: {cluster}")
         held = HELD_BYTES // tasks_of_a_machine(**needs)
         start, bare = (partial(_start, setup, folder.resolve(), size, 1) for size in (held, 0))
-        yield from spread_on_ray([c for c in cells if not c.timed], start, **needs)
+        done = spread_on_ray(_tasks([c for c in cells if not c.timed], setup), start, **needs)
+        yield from ((task, records) for task, records in done if isinstance(task, Cell))
         yield from spread_on_ray([c for c in cells if c.timed and not c.alone], start, **needs, at_once=1)
         yield from spread_on_ray([c for c in cells if c.alone], bare, **needs, at_once=1, fresh=True)
+
+
+def _tasks(cells: Sequence[Cell], setup: Setup) -> list[Cell | Training]:
+    """Each generator's training first, side by side, before all wait for the first; then the cells."""
+    return [*dict.fromkeys(t for cell in cells if (t := training_of(cell, setup))), *cells]
 
 
 def _check_engines(cells: Sequence[Cell], ranks: int, workers: int, ray: str | None) -> None:
@@ -388,9 +400,10 @@ def _check_engines(cells: Sequence[Cell], ranks: int, workers: int, ray: str | N
         raise ValueError(f"{alone} ({alone.experiment}) is measured in a process of its own: run it without torchrun")
 
 
-def _start(setup: Setup, folder: Path, held: int, threads: int) -> Callable[[Cell], list[dict[str, Any]]]:
+def _start(setup: Setup, folder: Path, held: int, threads: int) -> Callable[[Cell | Training], Any]:
     torch.set_num_threads(threads)
-    return Lab(setup, folder, held).run
+    lab = Lab(setup, folder, held)
+    return lambda task: lab.run(task) if isinstance(task, Cell) else lab.trained(task)
 
 
 def _name(cell: Cell, work: str) -> str:

@@ -219,6 +219,8 @@ def bench(
     source: Source = None,
     generator: Annotated[str, typer.Option(help="MGTTA's: a shipped one's name, a file, or `train`.")] = "imagenet",
     images: Annotated[int | None, typer.Option(min=1, help="Of each domain.")] = None,
+    corruptions: Annotated[str, typer.Option(help="Names, separated by commas; by default the 15.")] = "",
+    seconds: Annotated[str, typer.Option(help="The time budgets of `budgets`, separated by commas.")] = "",
     sweep: Annotated[bool, typer.Option("--sweep", help="Choose learning rates on validation images.")] = False,
     workers: Annotated[int, typer.Option(min=0, help="Processes; 0 runs in this one.")] = 0,
     ray: Annotated[
@@ -227,6 +229,7 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Few images, small batches: does it run?")] = False,
     json: Annotated[bool, typer.Option("--json", help="Events and records as lines of JSON, and no bars.")] = False,
     device: Device = None,
+    tf32: Annotated[bool, typer.Option("--tf32", help="Faster matrix products on the GPU, rounded to TF32.")] = False,
     timeout: Timeout = 300.0,
 ) -> None:
     """Run an experiment of the paper; records go to a folder, a table to the screen."""
@@ -241,10 +244,14 @@ def bench(
     images = images or (64 if quick else None)
     setup = experiments.Setup(
         model, None if checkpoint is None else str(checkpoint), data, validation, source, generator, images,
-        _device(device),
+        _device(device), tf32,
     )  # fmt: skip
     named = [experiments.variant(text) for text in variant] or ([] if data else [(name, name) for name in STAND_INS])
     sizes: dict[str, Any] = {"batch_size": 64, **(experiments.QUICK if quick else {})}
+    if corruptions:
+        sizes["corruptions"] = tuple(_names(corruptions))
+    if seconds:
+        sizes["seconds"] = tuple(float(text) for text in _names(seconds))
     known = images or (None if data else IMAGES)
     batches = None if known is None else -(-known // sizes["batch_size"])
     options = experiments.Options(_names(methods), seeds, named, generator, batches=batches, **sizes)

@@ -39,6 +39,7 @@ class Setup:
     generator: str = "imagenet"  # "train": trained by the paper's protocol, on the validation images
     images: int | None = None  # of each domain
     device: str = "cpu"
+    tf32: bool = False  # matrix products on the GPU rounded to TF32: faster, and no longer exact
     ranks: int = 1  # processes that share every batch
 
 
@@ -116,7 +117,7 @@ class Options:
     generator: str = "imagenet"
     batch_size: int = 64
     batches: int | None = None  # of a domain, where known: larger budgets are as good as none
-    corruptions: Sequence[str] = field(default_factory=lambda: CORRUPTIONS)  # of experiments that run them many times
+    corruptions: Sequence[str] = field(default_factory=lambda: CORRUPTIONS)
     seconds: Sequence[float] = SECONDS
     samples: Sequence[int] = (64, 128, 256, 1000)
     sizes: Sequence[int] = (2, 4, 8, 16, 32, 64)  # of a generator's memory
@@ -141,7 +142,7 @@ QUICK: dict[str, Any] = {
 
 def corruptions(o: Options) -> list[Cell]:
     """Table 1: fifteen corruptions, reset before each."""
-    return _cells("corruptions", o, _corrupted(CORRUPTIONS))
+    return _cells("corruptions", o, _corrupted(o.corruptions))
 
 
 def budgets(o: Options) -> list[Cell]:
@@ -184,7 +185,7 @@ def samples(o: Options) -> list[Cell]:
 
 def mixed(o: Options) -> list[Cell]:
     """Table 7: fifteen corruptions mixed within each batch."""
-    return _cells("mixed", o, [{"domains": tuple(CORRUPTIONS)}], mixed=True)
+    return _cells("mixed", o, [{"domains": tuple(o.corruptions)}], mixed=True)
 
 
 def small_batch(o: Options) -> list[Cell]:
@@ -223,7 +224,7 @@ def convergence(o: Options) -> list[Cell]:
 
 def continual(o: Options) -> list[Cell]:
     """Fifteen corruptions one after another, never reset."""
-    return _cells("continual", o, [{"domains": tuple(CORRUPTIONS)}], reset="never")
+    return _cells("continual", o, [{"domains": tuple(o.corruptions)}], reset="never")
 
 
 def everything(o: Options) -> list[Cell]:
@@ -255,6 +256,9 @@ def experiment_cells(name: str, options: Options) -> list[Cell]:
         raise unknown("experiment", name, EXPERIMENTS)
     for method in options.methods:
         recipe_settings(method)  # an unknown name is told before anything runs
+    for corruption in options.corruptions:
+        if corruption not in (*CORRUPTIONS, *VALIDATION_CORRUPTIONS):
+            raise unknown("corruption", corruption, (*CORRUPTIONS, *VALIDATION_CORRUPTIONS))
     return EXPERIMENTS[name](options)
 
 

@@ -1,0 +1,144 @@
+"""The README's table and figure, from the records of `mgtta bench corruptions`.
+
+    python benchmarks/headline.py results/imagenet
+
+writes the table between its marks in README.md, and headline.svg beside the records.
+"""
+
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from mgtta.files import atomic
+from mgtta.store import Store
+
+ROOT = Path(__file__).parent.parent
+START, END = "<!-- headline:start -->", "<!-- headline:end -->"
+LINES = {  # those drawn, and in which colour
+    "mgtta": "#c0392b",
+    "eq7_adam": "#2166ac",
+    "eq7_sgd": "#67a9cf",
+    "roid": "#7b5aa6",
+    "eata": "#b8860b",
+    "foa": "#3a8f5c",
+    "tent": "#8c6d4f",
+    "noadapt": "#777777",
+}
+WINDOW = 5  # batches
+
+
+def by_method(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    found = defaultdict(list)
+    for record in Store(folder).records():
+        if record["experiment"] == "corruptions":
+            found[record["method"]].append(record)
+    if not found:
+        raise SystemExit(f"{folder} has no records of `mgtta bench corruptions`")
+    return dict(found)
+
+
+def mean_over_domains(records: list[dict[str, Any]]) -> dict[int, float]:
+    """Seed -> top-1, mean over the corruptions."""
+    seeds = sorted({r["seed"] for r in records})
+    return {seed: statistics.mean(r["top1"] for r in records if r["seed"] == seed) for seed in seeds}
+
+
+def gain(records: list[dict[str, Any]], still: list[dict[str, Any]]) -> tuple[float, str]:
+    """The least gain over `still` on any corruption, in points, and which that is."""
+
+    def means(found: list[dict[str, Any]]) -> dict[str, float]:
+        return {d: statistics.mean(r["top1"] for r in found if r["domain"] == d) for d in {r["domain"] for r in found}}
+
+    before, after = means(still), means(records)
+    return min((after[d] - before[d], d) for d in after)
+
+
+def part(records: list[dict[str, Any]], batches: slice) -> float:
+    """Top-1 on some of the batches, of full streams."""
+    hits, images = (sum(sum(r[key][batches]) for r in records) for key in ("curve", "sizes"))
+    return 100 * hits / images
+
+
+def table(methods: dict[str, list[dict[str, Any]]]) -> str:
+    """Markdown; the lowest first."""
+    rows = []
+    for name, records in methods.items():
+        scores = list(mean_over_domains(records).values())
+        least, where = gain(records, methods["noadapt"])
+        rate = records[0]["settings"].get("lr", "")
+        spread = f" ± {statistics.stdev(scores):.1f}" if len(scores) > 1 else ""
+        ece = statistics.mean(r["ece"] for r in records)
+        worst = "" if name == "noadapt" else f"{least:+.1f} ({where.replace('_', ' ')})".replace("-", "−")
+        ends = [f"{part(records, batches):.1f}" for batches in (slice(10), slice(-10, None))]
+        mean = statistics.mean(scores)
+        rows.append((mean, [name, str(rate), f"{mean:.1f}{spread}", *ends, worst, f"{ece:.1f}"]))
+    rows.sort()
+    rows[-1][1][2] = f"**{rows[-1][1][2]}**"
+    head = [
+        "method",
+        "learning rate",
+        "top-1, %",
+        "first 10 batches",
+        "last 10",
+        "worst against NoAdapt, points",
+        "ECE, %",
+    ]
+    lines = [head, ["---"] * len(head), *(cells for _, cells in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def curve(records: list[dict[str, Any]]) -> list[float]:
+    """Accuracy in windows of batches, mean over corruptions and seeds."""
+    full = [r for r in records if len(r["curve"]) > WINDOW]
+    length = min(len(r["curve"]) for r in full)
+    hits = [sum(r["curve"][i] for r in full) for i in range(length)]
+    images = [sum(r["sizes"][i] for r in full) for i in range(length)]
+    starts = range(length - WINDOW + 1)
+    return [100 * sum(hits[i : i + WINDOW]) / sum(images[i : i + WINDOW]) for i in starts]
+
+
+def draw(methods: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update({"font.family": "sans-serif", "svg.hashsalt": "mgtta", "svg.fonttype": "none"})
+    figure, axes = pyplot.subplots(figsize=(7.2, 3.9))
+    curves = {name: curve(methods[name]) for name in LINES if name in methods}
+    label = float("inf")
+    for name, y in sorted(curves.items(), key=lambda item: -item[1][-1]):
+        x = [WINDOW + i for i in range(len(y))]
+        axes.plot(x, y, color=LINES[name], linewidth=2.4 if name == "mgtta" else 1.4)
+        label = min(y[-1], label - 1.1)  # below the last one's, where they would touch
+        axes.annotate(name, (x[-1], label), xytext=(5, 0), textcoords="offset points", color=LINES[name], va="center")
+    axes.set_xlabel(f"batches of 64 seen (windows of {WINDOW})")
+    axes.set_ylabel("accuracy, %")
+    axes.set_title("15 corruptions at severity 5, reset before each, mean over seeds", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.02)
+    figure.subplots_adjust(left=0.09, right=0.87, bottom=0.14, top=0.91)
+    with atomic(path) as part:
+        figure.savefig(part, format="svg", metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def write_between(page: Path, text: str) -> None:
+    before, rest = page.read_text().split(START)
+    _, after = rest.split(END)
+    with atomic(page) as part:
+        part.write_text(f"{before}{START}\n{text}\n{END}{after}")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    methods = by_method(folder)
+    draw(methods, folder / "headline.svg")
+    write_between(ROOT / "README.md", table(methods))
+    print(table(methods))
+
+
+if __name__ == "__main__":
+    main()
