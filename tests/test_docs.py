@@ -1,5 +1,6 @@
 """The README, the pages of docs/ and the examples do what they say: every Python block runs."""
 
+import json
 import re
 import runpy
 import sys
@@ -54,6 +55,15 @@ def test_the_readmes_table_is_the_records(monkeypatch):
     import headline
 
     assert headline.table(headline.by_method(ROOT / "results" / "imagenet")) in (ROOT / "README.md").read_text()
+
+
+def test_the_tables_of_scale_are_the_measurement(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import scale
+
+    result = json.loads((ROOT / "results" / "scale.json").read_text())
+    assert scale.page(result) == (ROOT / "results" / "scale.md").read_text()
+    assert scale.projection(result) in (ROOT / "docs" / "scale.md").read_text()
 
 
 def test_contributing_is_short():

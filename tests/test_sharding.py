@@ -89,5 +89,13 @@ def test_only_shards_are_split_and_every_rank_needs_an_image_of_a_batch(shards, 
         open_dataset(tmp_path, part=(0, 2))
     mine = open_dataset(str(shards / "0.tar"), part=(1, 3))
     assert len(mine) == 0
-    with pytest.raises(ValueError, match="a batch of 2 is too small for 3 ranks"):
-        split_stream(mine, Pretended(1, 3, 1), batch_size=2)
+    for options in ({"batch_size": 2}, {"first": 2}):
+        with pytest.raises(ValueError, match="3 ranks need as many images"):
+            split_stream(mine, Pretended(1, 3, 1), **options)
+
+
+def test_the_first_images_of_split_shards_are_shared_out(shards):
+    names = str(shards / "{4..6}.tar")
+    mine = [open_dataset(names, size=SIZE, part=(rank, 3)) for rank in range(3)]
+    streams = [split_stream(d, Pretended(rank, 3, 2), batch_size=4, first=7) for rank, d in enumerate(mine)]
+    assert [sum(len(b.x) for b in s) for s in streams] == [3, 2, 2]

@@ -129,16 +129,28 @@ def stream(
     return Stream(domains, plan, seed, workers, device, keeps_empty=part is not None)
 
 
-def split_stream(dataset: Any, ranks: Alone, *, batch_size: int = 64, domain: str = "test", **options: Any) -> "Stream":
+def split_stream(
+    dataset: Any,
+    ranks: Alone,
+    *,
+    batch_size: int = 64,
+    domain: str = "test",
+    first: int | None = None,
+    **options: Any,
+) -> "Stream":
     """The images of a data set that is this rank's alone, as `open_dataset(..., part=...)` gives it.
 
     A batch of all ranks has `batch_size` images as long as all have some. A rank that is through gives empty batches
-    until the others are. `options` are those of `stream`.
+    until the others are. `first` counts the images of all ranks; `options` are those of `stream`.
     """
-    own = len(share(torch.arange(batch_size), ranks.rank, ranks.size))
-    if batch_size < ranks.size:
-        raise ValueError(f"a batch of {batch_size} is too small for {ranks.size} ranks, each with images of its own")
-    mine = stream(dataset, batch_size=own, domain=domain, **options)
+    if min(batch_size, batch_size if first is None else first) < ranks.size:
+        raise ValueError(f"{ranks.size} ranks need as many images: batch_size is {batch_size}, first {first}")
+
+    def part(n: int) -> int:
+        return len(share(torch.arange(n), ranks.rank, ranks.size))
+
+    few = None if first is None else part(first)
+    mine = stream(dataset, batch_size=part(batch_size), domain=domain, first=few, **options)
     none = Planned(domain, torch.empty(0, 2, dtype=torch.int64))
     mine.plan = [*mine.plan, *[none] * (int(ranks.most(len(mine))) - len(mine))]
     mine.keeps_empty = ranks.size > 1
