@@ -14,7 +14,7 @@ from transcription import softmax as probabilities
 import mgtta
 from mgtta._timm import timm
 from mgtta.augment import random_view
-from mgtta.methods.deyo import shuffle_patches
+from mgtta.methods.deyo import random_orders, shuffle_patches
 from mgtta.methods.roid import prior_corrected, soft_likelihood_ratio
 from mgtta.methods.spa import mask_low_frequencies
 from mgtta.optim import optimizer_factory
@@ -304,7 +304,7 @@ def test_deyo_against_its_equations():
     rows = method.model(x).tolist()
     log_C = math.log(CLASSES)
     kept = [i for i, row in enumerate(rows) if H(row) < 0.62 * log_C]
-    shuffled = shuffle_patches(x[kept], 4, torch.Generator().manual_seed(0))
+    shuffled = shuffle_patches(x[kept], 4, random_orders(len(x[kept]), 4, torch.Generator().manual_seed(0)))
     terms = []
     for i, other in zip(kept, method.model(shuffled).tolist(), strict=True):
         p, q = probabilities(rows[i]), probabilities(other)
@@ -330,7 +330,7 @@ def test_deyo_only_learns_from_shape():
 @pytest.mark.parametrize("size", [(32, 32), (30, 33), (3, 5)])
 def test_shuffled_patches(size):
     x = torch.rand(6, 3, *size, generator=torch.Generator().manual_seed(0))
-    y = shuffle_patches(x, 4, torch.Generator().manual_seed(1))
+    y = shuffle_patches(x, 4, random_orders(len(x), 4, torch.Generator().manual_seed(1)))
     assert y.shape == x.shape
     if size == (32, 32):
         cut = [t.unfold(2, 8, 8).unfold(3, 8, 8).permute(0, 2, 3, 1, 4, 5).reshape(6, 16, -1) for t in (x, y)]

@@ -1,6 +1,7 @@
 """The README, the pages of docs/ and the examples do what they say: every Python block runs."""
 
 import importlib.util
+import json
 import os
 import re
 import runpy
@@ -122,6 +123,15 @@ def test_the_site_shows_signatures_and_docstrings(site):
     for name in mgtta.__all__:
         assert f'id="mgtta.{name}"' in text, name
     assert "Parameters:" in text
+
+
+def test_the_tables_of_scale_are_the_measurement(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import scale
+
+    result = json.loads((ROOT / "results" / "scale.json").read_text())
+    assert scale.page(result) == (ROOT / "results" / "scale.md").read_text()
+    assert scale.projection(result) in (ROOT / "docs" / "scale.md").read_text()
 
 
 def test_contributing_is_short():

@@ -9,12 +9,12 @@ import mgtta
 
 ROOT = Path(mgtta.__file__).parent
 ORDER = [
-    "__init__", "errors", "bars", "shipped", "files", "_timm",
+    "__init__", "errors", "distributed", "bars", "shipped", "files", "_timm",
     "data.images", "data.shards", "data.corruptions", "data.datasets", "data.glyphs", "data.held",
     "data.streams", "data.export",
     "augment", "params", "taps", "models", "losses", "source", "fisher", "generator", "checkpoint",
     "optim.mgg", "optim", "methods.base", "methods",
-    "recipes", "metrics", "evaluation", "meta", "store", "workers", "experiments", "bench", "progress",
+    "recipes", "metrics", "evaluation", "meta", "store", "workers", "cluster", "experiments", "bench", "progress",
     "report.summary", "report.paired", "report.words", "report.published", "report.tables", "report.charts",
     "report.examples", "report.page", "report.write", "report", "predictions",
     "listing", "demo", "cli", "__main__",

@@ -15,15 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from mgtta import __version__
 from mgtta._timm import timm
 from mgtta.checkpoint import save_generator
+from mgtta.cluster import connected, spread_on_ray, tasks_of_a_machine
 from mgtta.data.corruptions import frost_source
 from mgtta.data.datasets import KINDS, is_imagenet_c, open_dataset, synsets
 from mgtta.data.glyphs import TEST_SEED, VALIDATION_SEED, Glyphs
 from mgtta.data.held import STAND_INS, Held, Room
 from mgtta.data.streams import Domain, corrupted, stream
+from mgtta.distributed import ranks_of
 from mgtta.evaluation import Record, evaluate
 from mgtta.experiments import (
     EMBEDDED,
@@ -69,15 +72,23 @@ class Lab:
     Args:
         folder: where trained generators are kept.
         held: bytes of decoded images, and of streams, to keep for other cells.
+        group: of ranks that run every cell together.
     """
 
-    def __init__(self, setup: Setup, folder: Path, held: int = HELD_BYTES, watch: Watch | None = None):
+    def __init__(
+        self,
+        setup: Setup,
+        folder: Path,
+        held: int = HELD_BYTES,
+        watch: Watch | None = None,
+        group: ProcessGroup | None = None,
+    ):
         if setup.data is not None and setup.data == setup.validation:
             raise ValueError("the validation images are the test images: name others, or none")
         if torch.device(setup.device).type == "cuda":
             torch.set_float32_matmul_precision("high" if setup.tf32 else "highest")
             torch.backends.cudnn.allow_tf32 = setup.tf32
-        self.setup, self.folder, self.watch = setup, folder, watch or Watch()
+        self.setup, self.folder, self.watch, self.group = setup, folder, watch or Watch(), group
         self.room, self.stream_bytes = Room(held), min(held, STREAM_BYTES)
         self._models: dict[Any, Classifier] = {}
         self._sets: dict[Any, Any] = {}
@@ -175,7 +186,7 @@ class Lab:
         elif known.get("generator") == Setup.generator:
             settings.setdefault("generator", self.setup.generator)
         limits: dict[str, Any] = {"max_updates": cell.max_updates, "max_seconds": cell.max_seconds}
-        method = create(cell.method, self.model(images), **limits, **settings)
+        method = create(cell.method, self.model(images), process_group=self.group, **limits, **settings)
         if cell.alone:  # the first batch of all pays for what is set up once; it leaves no trace
             method(next(iter(batches)).x)
             method.reset()
@@ -197,7 +208,7 @@ class Lab:
         if self._kept[0] != cell.stream:
             batches = stream(
                 domains, batch_size=cell.batch_size, mixed=cell.mixed, seed=cell.seed,
-                first=self.setup.images, device=self.setup.device,
+                first=self.setup.images, device=self.setup.device, part=ranks_of(self.group).part,
             )  # fmt: skip
             size = sum(len(planned.rows) for planned in batches.plan) * domains[0].dataset[0][0].nbytes
             if size > self.stream_bytes:
@@ -244,6 +255,7 @@ class Lab:
             "chosen_from": list(cell.chosen_from) or None,
             "device": _device_name(self.setup.device),
             "precision": "tf32" if self.setup.tf32 else "fp32",
+            "ranks": self.setup.ranks,
             "threads": torch.get_num_threads(),
             "versions": {"mgtta": __version__, "torch": torch.__version__, "timm": timm.__version__},
             "command": _command(),
@@ -267,17 +279,27 @@ def run_experiment(
     sweep: bool = False,
     workers: int = 0,
     watch: Watch | None = None,
+    process_group: ProcessGroup | None = None,
+    ray: str | None = None,
 ) -> list[dict[str, Any]]:
     """The records of an experiment; with `sweep`, at learning rates chosen on the validation corruptions."""
+    more: dict[str, Any] = {"workers": workers, "watch": watch, "process_group": process_group, "ray": ray}
     cells = experiment_cells(name, options)
     if sweep:
         tries = sweep_cells(cells)
-        cells = tuned(cells, tries, run_cells(tries, setup, store, workers, watch, "sweep"))
-    return run_cells(cells, setup, store, workers, watch, name)
+        cells = tuned(cells, tries, run_cells(tries, setup, store, title="sweep", **more))
+    return run_cells(cells, setup, store, title=name, **more)
 
 
 def run_cells(
-    cells: Sequence[Cell], setup: Setup, store: Store, workers: int = 0, watch: Watch | None = None, title: str = ""
+    cells: Sequence[Cell],
+    setup: Setup,
+    store: Store,
+    workers: int = 0,
+    watch: Watch | None = None,
+    title: str = "",
+    process_group: ProcessGroup | None = None,
+    ray: str | None = None,
 ) -> list[dict[str, Any]]:
     """Run the cells that the store does not hold, and give the records of all of them, in the cells' order.
 
@@ -286,11 +308,17 @@ def run_cells(
     Args:
         workers: processes; 0 runs here, and then alone does `watch` see each batch. What is measured by the clock
             runs here, and what is `alone` in a process of its own, one at a time, in any case.
+        process_group: of ranks that run every cell together, each with its share of every batch. The first one's
+            store counts.
+        ray: the address of a Ray cluster that runs the cells, or "auto". What is measured by the clock runs there
+            one cell at a time, after all else.
     """
-    watch = watch or Watch()
+    watch, ranks = watch or Watch(), ranks_of(process_group)
+    setup = dataclasses.replace(setup, ranks=ranks.size)
     cells = list(dict.fromkeys(cells))
+    _check_engines(cells, ranks.size, workers, ray)
     works = {cell: cell.key(setup) for cell in cells}
-    there = _by_cell(store)
+    there = ranks.tell(lambda: _by_cell(store))
     done = {name.rpartition("/")[2]: records for name, records in there.items()}
     wanted: dict[str, list[Cell]] = {}  # work -> the cells that ask for it
     for cell in cells:
@@ -304,7 +332,7 @@ def run_cells(
                 {**r, **_asked(cell), **_remaining(cell, r), "protocol": {**r["protocol"], **chosen_from}}
                 for r in map(_bare, records)
             ]
-            if _name(cell, work) not in there:
+            if _name(cell, work) not in there and ranks.first:
                 store.add(_name(cell, work), own)
             watch.cell(cell, own, fresh)
 
@@ -313,33 +341,63 @@ def run_cells(
             finish(work, done[work], fresh=False)
     first_seen = {stream: i for i, stream in reversed(list(enumerate(cell.stream for cell in cells)))}
     todo = sorted((asking[0] for w, asking in wanted.items() if w not in done), key=lambda c: first_seen[c.stream])
-    for cell, records in _run(todo, setup, store.path.parent, workers, watch):
+    folder = store.path.parent
+    if ray is None:
+        ran = _run(todo, setup, folder, workers, watch, process_group)
+    else:
+        ran = _run_on_ray(todo, setup, folder, watch, ray)
+    for cell, records in ran:
         finish(works[cell], records, fresh=True)
-    found = _by_cell(store)
+    found = ranks.tell(lambda: _by_cell(store))
     return [record for cell in cells for record in found[_name(cell, works[cell])]]
 
 
 def _run(
-    cells: Sequence[Cell], setup: Setup, folder: Path, workers: int, watch: Watch
+    cells: Sequence[Cell], setup: Setup, folder: Path, workers: int, watch: Watch, group: ProcessGroup | None
 ) -> Iterator[tuple[Cell, list[dict[str, Any]]]]:
     free = [cell for cell in cells if not cell.timed]
     here = [cell for cell in cells if cell.timed and not cell.alone]
     if workers:
-        trainings = dict.fromkeys(t for cell in free if (t := training_of(cell, setup)))
-        tasks = [*trainings, *free]  # each generator by one worker, side by side, before all wait for the first
         start = partial(_start, setup, folder, HELD_BYTES // workers, 1)
-        for task, records in spread(tasks, start, workers, kin=lambda t: t.stream if isinstance(t, Cell) else t):
-            if isinstance(task, Cell):
-                yield task, records
+        done = spread(_tasks(free, setup), start, workers, kin=lambda t: t.stream if isinstance(t, Cell) else t)
+        yield from ((task, records) for task, records in done if isinstance(task, Cell))
     else:
         here = free + here
     if here:
-        lab = Lab(setup, folder, watch=watch)
+        lab = Lab(setup, folder, watch=watch, group=group)
         yield from ((cell, lab.run(cell)) for cell in here)
     for cell in cells:
         if cell.alone:
             watch.note(f"{cell.method} in a process of its own")
             yield from spread([cell], partial(_start, setup, folder, 0, torch.get_num_threads()), 1)
+
+
+def _run_on_ray(
+    cells: Sequence[Cell], setup: Setup, folder: Path, watch: Watch, address: str
+) -> Iterator[tuple[Cell, list[dict[str, Any]]]]:
+    if not cells:
+        return
+    needs: dict[str, Any] = {"cpus": 1, "gpus": int(torch.device(setup.device).type == "cuda")}
+    with connected(address) as cluster:
+        watch.note(f"on Ray: {cluster}")
+        held = HELD_BYTES // tasks_of_a_machine(**needs)
+        start, bare = (partial(_start, setup, folder.resolve(), size, 1) for size in (held, 0))
+        done = spread_on_ray(_tasks([c for c in cells if not c.timed], setup), start, **needs)
+        yield from ((task, records) for task, records in done if isinstance(task, Cell))
+        yield from spread_on_ray([c for c in cells if c.timed and not c.alone], start, **needs, at_once=1)
+        yield from spread_on_ray([c for c in cells if c.alone], bare, **needs, at_once=1, fresh=True)
+
+
+def _tasks(cells: Sequence[Cell], setup: Setup) -> list[Cell | Training]:
+    """Each generator's training first, side by side, before all wait for the first; then the cells."""
+    return [*dict.fromkeys(t for cell in cells if (t := training_of(cell, setup))), *cells]
+
+
+def _check_engines(cells: Sequence[Cell], ranks: int, workers: int, ray: str | None) -> None:
+    if (ranks > 1) + bool(workers) + (ray is not None) > 1:
+        raise ValueError("torchrun's ranks run each cell together, workers and Ray run cells apart: take one of them")
+    if ranks > 1 and (alone := next((cell for cell in cells if cell.alone), None)):
+        raise ValueError(f"{alone} ({alone.experiment}) is measured in a process of its own: run it without torchrun")
 
 
 def _start(setup: Setup, folder: Path, held: int, threads: int) -> Callable[[Cell | Training], Any]:

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,11 +29,13 @@ Source = Annotated[str | None, typer.Option(help="Source statistics: a file, or 
 Clean = Annotated[Path | None, typer.Option(help="Clean images to take the statistics from, if there are none yet.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default the GPU if there is one.")]
 Size = Annotated[int | None, typer.Option(help="Side of the images; by default the model's own.")]
+Timeout = Annotated[float, typer.Option(help="Under torchrun: seconds to wait for another rank.")]
 Skip = Annotated[bool, typer.Option("--skip-unreadable", help="Skip and count unreadable images.")]
 
 
 @app.command()
 def adapt(
+    context: typer.Context,
     data: Annotated[Path, typer.Argument(help="A folder of images, a tree of class folders, or WebDataset tars.")],
     model: Model,
     out: Annotated[Path, typer.Option(help="Predictions: .csv or .jsonl.")] = Path("predictions.csv"),
@@ -49,32 +52,44 @@ def adapt(
     size: Size = None,
     skip_unreadable: Skip = False,
     device: Device = None,
+    split_shards: Annotated[
+        bool, typer.Option("--split-shards", help="Under torchrun: each rank opens its own of the tars alone.")
+    ] = False,
+    timeout: Timeout = 300.0,
 ) -> None:
     """Predict a folder or tar of images, adapting along the way; write the predictions and the state."""
     import mgtta
     from mgtta.bars import progress_bar
-    from mgtta.data.streams import stream
+    from mgtta.data.streams import split_stream, stream
+    from mgtta.distributed import ranks_of
     from mgtta.files import check_kind, read_tree, writable, write_tree
     from mgtta.predictions import prediction_file
     from mgtta.recipes import needs_source
 
-    classifier, images = _model_and_data(model, checkpoint, num_classes, data, size, skip_unreadable, device)
+    group = _joined(context, device, timeout)
+    part = ranks_of(group).part if split_shards else None
+    classifier, images = _model_and_data(model, checkpoint, num_classes, data, size, skip_unreadable, device, part)
     settings = _settings(setting)
     if needs_source(method):
         settings["source"] = _source(classifier, source, clean, size)
-    adapted = mgtta.create(method, classifier, **settings)
+    adapted = mgtta.create(method, classifier, process_group=group, **settings)
+    ranks = adapted.ranks
     if start is not None:
         found, metadata = read_tree(start)
         check_kind(metadata, STATE, 1, start, "mgtta adapt --state writes one")
         adapted.load_state_dict(found)
-    if state is not None:
+    if state is not None and ranks.first:
         writable(state)
-    batches: Any = stream(images, batch_size=batch_size, shuffle=False, first=first, domain=data.name)
+    options: dict[str, Any] = {"batch_size": batch_size, "shuffle": False, "first": first, "domain": data.name}
+    batches: Any = (
+        stream(images, part=ranks.part, **options) if part is None else split_stream(images, ranks, **options)
+    )
     total, classes = len(batches), images.classes
     if classes is not None and len(classes) != classifier.num_classes:
         typer.echo(f"{len(classes)} class folders, {classifier.num_classes} classes: labels not used", err=True)
         batches, classes = (batch._replace(y=None) for batch in batches), None
-    with progress_bar(transient=True) as progress, prediction_file(out, images.name, classes) as file:
+    bar = progress_bar(transient=True, disable=not ranks.first)
+    with bar as progress, prediction_file(out, images.name, classes, ranks) as file:
         task = progress.add_task(f"{method} on {data.name}", total=total)
 
         def on_batch(record: Any, batch: Any, logits: Any) -> None:
@@ -82,10 +97,13 @@ def adapt(
             progress.advance(task)
 
         [record] = mgtta.evaluate(adapted, batches, reset="never", on_batch=on_batch)
+    [unreadable] = ranks.total([len(images.skipped)])
+    if not ranks.first:
+        return
     if state is not None:
         write_tree(state, adapted.state_dict(), {"kind": STATE, "version": "1"})
     accuracy = "" if record.top1 is None else f", {record.top1:.1f} % right"
-    skipped = f", {len(images.skipped)} images unreadable" if images.skipped else ""
+    skipped = f", {unreadable:.0f} images unreadable" if unreadable else ""
     typer.echo(
         f"{record.images} images{accuracy}; {record.updates} updates, {record.skipped} skipped{skipped} -> {out}"
     )
@@ -186,6 +204,7 @@ def corrupt(
 
 @app.command()
 def bench(
+    context: typer.Context,
     experiment: Annotated[str, typer.Argument(help=", ".join(EXPERIMENTS))],
     out: Annotated[Path, typer.Option(help="The folder of the records; a run goes on where it stopped.")] = Path(
         "runs"
@@ -204,15 +223,20 @@ def bench(
     seconds: Annotated[str, typer.Option(help="The time budgets of `budgets`, separated by commas.")] = "",
     sweep: Annotated[bool, typer.Option("--sweep", help="Choose learning rates on validation images.")] = False,
     workers: Annotated[int, typer.Option(min=0, help="Processes; 0 runs in this one.")] = 0,
+    ray: Annotated[
+        str | None, typer.Option(metavar="[ADDRESS]", help="Run the cells on a Ray cluster; alone, on the one at hand.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few images, small batches: does it run?")] = False,
     json: Annotated[bool, typer.Option("--json", help="Events and records as lines of JSON, and no bars.")] = False,
     device: Device = None,
     tf32: Annotated[bool, typer.Option("--tf32", help="Faster matrix products on the GPU, rounded to TF32.")] = False,
+    timeout: Timeout = 300.0,
 ) -> None:
     """Run an experiment of the paper; records go to a folder, a table to the screen."""
     from mgtta import experiments
-    from mgtta.bench import IMAGES, by_experiment, run_experiment
+    from mgtta.bench import IMAGES, Watch, by_experiment, run_experiment
     from mgtta.data.held import STAND_INS
+    from mgtta.distributed import ranks_of
     from mgtta.progress import Bars, Lines
     from mgtta.report import markdown
     from mgtta.store import Store
@@ -232,12 +256,19 @@ def bench(
     batches = None if known is None else -(-known // sizes["batch_size"])
     options = experiments.Options(_names(methods), seeds, named, generator, batches=batches, **sizes)
     store = Store(out)
+    group = _joined(context, device, timeout)
+    shown: Any = (Lines(out) if json else Bars()) if ranks_of(group).first else nullcontext(Watch())
     try:
-        with Lines(out) if json else Bars() as watch:
-            records = run_experiment(experiment, options, setup, store, sweep=sweep, workers=workers, watch=watch)
+        with shown as watch:
+            records = run_experiment(
+                experiment, options, setup, store,
+                sweep=sweep, workers=workers, watch=watch, process_group=group, ray=ray,
+            )  # fmt: skip
     except KeyboardInterrupt:
         typer.echo(f"stopped: {len(store.cells())} finished cells are in {out}; the same command goes on", err=True)
         raise typer.Exit(130) from None
+    if not ranks_of(group).first:
+        return
     for name, found in by_experiment(records).items():
         if not json:
             typer.echo(f"{name}\n\n{markdown(found)}\n")
@@ -299,12 +330,18 @@ def main() -> None:
     """Errors that say what was wrong and what to do are printed without a trace (MGTTA_TRACE=1 shows it)."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary files are removed
     try:
-        app()
+        app(_bare_ray(sys.argv[1:]))
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
         if os.environ.get("MGTTA_TRACE"):
             raise
-        typer.secho(f"error: {error}", fg="red", err=True)
+        typer.secho(f"{_rank()}error: {error}", fg="red", err=True)
         sys.exit(2)
+
+
+def _bare_ray(words: list[str]) -> list[str]:
+    """`--ray` without an address is the cluster at hand: typer knows no option with a value that may be left out."""
+    pairs = zip(words, [*words[1:], "-"], strict=True)
+    return [f"{word}=auto" if word == "--ray" and following.startswith("-") else word for word, following in pairs]
 
 
 def _model_and_data(
@@ -315,22 +352,26 @@ def _model_and_data(
     size: int | None,
     skip: bool,
     device: str | None,
+    part: tuple[int, int] | None = None,
 ) -> tuple[Any, Any]:
     import mgtta
 
     arguments: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
     classifier = mgtta.load_model(model, checkpoint=checkpoint, **arguments)
-    images = _open(data, classifier, size, skip)
+    images = _open(data, classifier, size, skip, part)
     if images.class_indices is not None:
         classifier = mgtta.load_model(model, checkpoint=checkpoint, classes=images.class_indices, **arguments)
     return classifier.to(_device(device)), images
 
 
-def _open(data: Path, classifier: Any, size: int | None, skip: bool = False) -> Any:
+def _open(
+    data: Path, classifier: Any, size: int | None, skip: bool = False, part: tuple[int, int] | None = None
+) -> Any:
     from mgtta.data.datasets import open_dataset
 
     side, crop = classifier.input_size
-    return open_dataset(str(data), size=size or side, crop_pct=crop, on_error="skip" if skip else "raise")
+    on_error: Any = "skip" if skip else "raise"
+    return open_dataset(str(data), size=size or side, crop_pct=crop, on_error=on_error, part=part)
 
 
 def _source(classifier: Any, source: str | None, clean: Path | None, size: int | None) -> Any:
@@ -371,12 +412,24 @@ def _device(device: str | None) -> str:
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def _joined(context: typer.Context, device: str | None, timeout: float) -> Any:
+    """The process group of torchrun's ranks, until the command ends; None for one process."""
+    from mgtta.distributed import joined
+
+    return context.with_resource(joined(_device(device), timeout))
+
+
 def _print(*tables: Any) -> None:
     from rich.console import Console
 
     console = Console()
     for table in tables:
         console.print(table)
+
+
+def _rank() -> str:
+    """Who speaks, where torchrun has started several."""
+    return f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
 
 
 def _command() -> str:

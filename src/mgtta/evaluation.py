@@ -56,6 +56,9 @@ def evaluate(
 ) -> list[Record]:
     """Run the method over the stream of Batch(x, y, domain, index).
 
+    Ranks that share batches (`create(..., process_group=...)`) run it together, each over its share of the stream,
+    and all get the records of the whole; times and memory are a rank's own.
+
     Args:
         reset: "domain", before each domain; or "never": goes on from where the method stands, the continual
             setting.
@@ -88,9 +91,10 @@ def _evaluate(
         record = records[-1]
         spent = method.spent
         logits, predicting, adapting = clock(batch.x)
-        record.images += len(logits)
+        images, labelled, hits, best5, *bins = method.ranks.total(_counts(logits, batch.y))
+        record.images += int(images)
         record.batches += 1
-        record.sizes.append(len(logits))
+        record.sizes.append(int(images))
         record.updates, record.skipped = method.updates - before[0], method.skipped - before[1]
         record.predict_seconds += predicting
         record.adapt_seconds += adapting
@@ -98,20 +102,29 @@ def _evaluate(
         record.process_peak_memory = process_peak_memory()
         if logits.is_cuda:
             record.peak_memory = torch.cuda.max_memory_allocated(logits.device)
-        if batch.y is not None:
-            record.labelled += len(logits)
-            record.curve.append(correct(logits, batch.y))
-            hits5 += correct(logits, batch.y, k=5)
-            record.bins = (torch.tensor(record.bins, dtype=torch.float64) + reliability(logits, batch.y)).tolist()
+        if labelled:
+            record.labelled += int(labelled)
+            record.curve.append(int(hits))
+            hits5 += int(best5)
+            total = torch.tensor(record.bins, dtype=torch.float64).flatten() + torch.tensor(bins, dtype=torch.float64)
+            record.bins = total.view(BINS, 3).tolist()
             record.top1 = 100 * sum(record.curve) / record.labelled
             record.top5 = 100 * hits5 / record.labelled
             record.ece = expected_calibration_error(record.bins)
             if spent:
-                left, left_hits = left + len(logits), left_hits + record.curve[-1]
+                left, left_hits = left + int(labelled), left_hits + record.curve[-1]
                 record.remaining = 100 * left_hits / left
         if on_batch is not None:
             on_batch(record, batch, logits)
     return records
+
+
+def _counts(logits: Tensor, y: Tensor | None) -> list[float]:
+    """Images, labelled images, right ones, those right among the best five, and the bins' counts, row by row."""
+    if y is None or not len(y):
+        return [float(len(logits)), 0.0, 0.0, 0.0, *[0.0] * (3 * BINS)]
+    bins = reliability(logits, y).flatten().tolist()
+    return [float(len(logits)), float(len(y)), correct(logits, y), correct(logits, y, k=5), *bins]
 
 
 class _Clock:

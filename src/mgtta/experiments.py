@@ -40,6 +40,7 @@ class Setup:
     images: int | None = None  # of each domain
     device: str = "cpu"
     tf32: bool = False  # matrix products on the GPU rounded to TF32: faster, and no longer exact
+    ranks: int = 1  # processes that share every batch
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,11 @@ class Cell:
         return (self.split, self.data, self.domains, self.severity, self.batch_size, self.mixed, self.seed)
 
     def key(self, setup: Setup) -> str:
-        """The same for the same work, whatever the experiment that asks for it and, but for times, the device."""
+        """The same for the same work, whatever the experiment that asks for it and, but for times, device and ranks."""
         cell = dataclasses.replace(self, experiment="", chosen_from=())
         if self.method in STILL:
             cell = dataclasses.replace(cell, max_updates=None, max_seconds=None, settings=())
-        place = setup if cell.timed else dataclasses.replace(setup, device="cpu")
+        place = setup if cell.timed else dataclasses.replace(setup, device="cpu", ranks=1)
         return digest([cell, place])
 
 

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mgtta.distributed import ALONE, Alone, Moments, moments
+
 
 def entropy(logits: Tensor) -> Tensor:
     """The softmax entropy of each prediction: (N, C) -> (N,)."""
@@ -28,14 +30,8 @@ def discrepancy(features: Sequence[Tensor], mean: Sequence[Tensor], std: Sequenc
     std is the unbiased standard deviation. One image has none, so for a batch of one only the means count:
     the pull towards the source's mean is defined there, while the spread cannot be judged from one image.
     """
-    if len(features) != len(mean):
-        raise ValueError(f"features of {len(features)} layers, source statistics of {len(mean)}: not the same model")
-    total = torch.zeros((), dtype=features[0].dtype, device=features[0].device)
-    for f, mu, sigma in zip(features, mean, std, strict=True):  # (N, d_i), (d_i,), (d_i,)
-        total = total + (f.mean(0) - mu).square().sum()
-        if len(f) > 1:
-            total = total + (f.std(0) - sigma).square().sum()
-    return total
+    _check_layers(features, mean)
+    return _distance(moments(features), mean, std)
 
 
 def objective(
@@ -44,9 +40,29 @@ def objective(
     mean: Sequence[Tensor],
     std: Sequence[Tensor],
     trade_off: float = 0.4,
+    ranks: Alone = ALONE,
 ) -> Tensor:
     """Eq. 7 divided by 64: mean entropy plus trade_off / 64 times the discrepancy.
 
     At the paper's batch of 64 that is Eq. 7 up to a factor, which the generator's inputs do not see.
+
+    Args:
+        ranks: those who hold a share of the batch each; means and deviations are over all of it.
     """
-    return entropy(logits).mean() + trade_off / 64 * discrepancy(features, mean, std)
+    _check_layers(features, mean)
+    mean_entropy, found = ranks.moments(entropy(logits), features, mean)
+    return mean_entropy + trade_off / 64 * _distance(found, mean, std)
+
+
+def _distance(found: Moments, mean: Sequence[Tensor], std: Sequence[Tensor]) -> Tensor:
+    total = torch.zeros((), dtype=found[0][0].dtype, device=found[0][0].device)
+    for (m, s), mu, sigma in zip(found, mean, std, strict=True):  # all (d_i,)
+        total = total + (m - mu).square().sum()
+        if s is not None:
+            total = total + (s - sigma).square().sum()
+    return total
+
+
+def _check_layers(features: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
+    if len(features) != len(mean):
+        raise ValueError(f"features of {len(features)} layers, source statistics of {len(mean)}: not the same model")

@@ -33,6 +33,8 @@ class Classifier(nn.Module):
     in [0, 1]; where `mean` and `std` are not given, the network is taken to do its own normalising.
     """
 
+    takes_empty = False  # whether a batch of no images, a rank's share of a small one, gives no logits or is refused
+
     def __init__(
         self,
         net: nn.Module,
@@ -59,7 +61,7 @@ class Classifier(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The logits of the scored classes, (N, C)."""
-        logits = self._run(self._prepare(x))
+        logits = self._run(self._prepare(x)) if len(x) or not self.takes_empty else self._run_none(x)
         if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(x):
             shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise ValueError(
@@ -76,7 +78,7 @@ class Classifier(nn.Module):
         """The logits, and the pooled features (N, d_i) of each layer i, from one forward pass."""
         x = self.pixels(x)
         found: dict[str, Tensor] = {}
-        handles = [tap.attach(self.net, len(x), found) for tap in self._taps]
+        handles = [tap.attach(self.net, len(x) or 1, found) for tap in self._taps]
         try:
             logits = self(x)
         finally:
@@ -84,7 +86,8 @@ class Classifier(nn.Module):
                 handle.remove()
         if not found:
             raise ValueError(f"none of {self.name}'s normalisation layers takes part in its forward pass")
-        return logits, [found[tap.name] for tap in self._taps if tap.name in found]
+        pooled = [found[tap.name] for tap in self._taps if tap.name in found]
+        return logits, pooled if len(x) else [f[:0] for f in pooled]
 
     def embed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The logits (N, C), and what the head turned into them, (N, D)."""
@@ -154,7 +157,7 @@ class Classifier(nn.Module):
                 f"{self.name} takes images of shape (N, {channels}, H, W), not {tuple(x.shape)}"
                 + ("; add the batch dimension with x.unsqueeze(0)" if x.ndim == 3 else "")
             )
-        if x.ndim < 2 or x.numel() == 0:
+        if x.ndim < 2 or (x.numel() == 0 and not self.takes_empty):
             raise ValueError(f"the batch is empty or has no batch dimension: its shape is {tuple(x.shape)}")
         if x.dtype != torch.uint8 and not x.is_floating_point():
             raise TypeError(f"images must be uint8, or float in [0, 1], not {x.dtype}")
@@ -165,6 +168,10 @@ class Classifier(nn.Module):
     def _prepare(self, x: Tensor) -> Tensor:
         x = self.pixels(x)
         return x if self.mean is None or self.std is None else (x - self.mean.to(x)) / self.std.to(x)
+
+    def _run_none(self, x: Tensor) -> Tensor:
+        """The logits (0, C), from one black image, since few networks take none: the graph is that of any batch."""
+        return self._run(self._prepare(x.new_zeros(1, *x.shape[1:])))[:0]
 
     def _run(self, x: Tensor) -> Tensor:
         try:

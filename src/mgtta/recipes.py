@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from mgtta.checkpoint import load_generator
+from mgtta.distributed import ranks_of
 from mgtta.errors import unknown
 from mgtta.fisher import Fisher, load_fisher
 from mgtta.generator import MetaGradientGenerator
@@ -308,18 +310,21 @@ def create(
     *,
     max_updates: int | None = None,
     max_seconds: float | None = None,
+    process_group: ProcessGroup | None = None,
     **settings: Any,
 ) -> Method:
     """The method of a recipe around a copy of the model; `settings` overrides what the recipe's paper says.
 
     Args:
         max_updates, max_seconds: when one is spent, the method only predicts.
+        process_group: ranks that share every batch, such as torch.distributed.group.WORLD. Each creates the same
+            method and calls it, batch by batch, with its share of the images, which may be none.
     """
     function = recipe_of(name)
     parameters = recipe_settings(name)
     for key in settings:
         if key not in parameters:
-            raise unknown(f"setting of {name}", key, [*parameters, "max_updates", "max_seconds"])
+            raise unknown(f"setting of {name}", key, [*parameters, "max_updates", "max_seconds", "process_group"])
     if "source" in parameters and settings.get("source") is None:
         raise ValueError(f"{name} needs source=...: mgtta.source_statistics(model, clean_images) makes it")
     _check_number("max_updates", max_updates, int)
@@ -329,6 +334,10 @@ def create(
         method = function(as_classifier(model), **settings)
     method.name = function.__name__
     method.max_updates, method.max_seconds = max_updates, max_seconds
+    if process_group is not None:
+        method.join(ranks_of(process_group))
+        chosen = repr((max_updates, max_seconds, sorted(settings.items())))  # of tensors, a few digits of some numbers
+        method.ranks.agree("model, method and settings", [method.fingerprint, method.kind, chosen])
     return method
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from mgtta.data.images import ImageError, decode, is_image
-from mgtta.data.shards import expand, is_tar
+from mgtta.data.shards import expand, is_tar, split
 from mgtta.data.shards import samples as read_samples
 from mgtta.errors import unknown
 
@@ -131,7 +131,7 @@ class ImageTars(ImageDataset):
     """WebDataset shards; see `mgtta.data.shards`."""
 
     def __init__(self, shards: Sequence[str], cache_dir: str | os.PathLike | None = None, **options: Any):
-        samples = read_samples(shards, cache_dir)
+        samples = read_samples(shards, cache_dir) if shards else []
         labels = [sample.label for sample in samples if sample.label is not None]
         if labels and len(labels) < len(samples):
             bare = next(sample for sample in samples if sample.label is None)
@@ -151,6 +151,7 @@ def open_dataset(
     crop_pct: float = 0.875,
     on_error: OnError = "raise",
     cache_dir: str | os.PathLike | None = None,
+    part: tuple[int, int] | None = None,
 ) -> ImageDataset:
     """The data set at `path`, by what is found there.
 
@@ -162,12 +163,16 @@ def open_dataset(
         size, crop_pct: see `mgtta.data.images.decode`.
         on_error: "raise" at an unreadable image, or "skip" and count it in `dataset.skipped`.
         cache_dir: where shards from URLs are kept.
+        part: (rank, ranks): of several shards those of this rank alone, which may be none; the others are neither
+            opened nor fetched. Every shard is one rank's.
     """
     if kind is not None and kind not in KINDS:
         raise unknown("kind of data set", kind, KINDS)
     options = {"size": size, "crop_pct": crop_pct, "on_error": on_error}
     if kind == "tar" or not isinstance(path, str | os.PathLike) or is_tar(os.fspath(path)):
-        return ImageTars(expand(path), cache_dir, **options)
+        return ImageTars(split(expand(path), part), cache_dir, **options)
+    if part is not None:
+        raise ValueError(f"only WebDataset shards are split over ranks, and {path} is none")
     root = Path(path).expanduser()
     if not root.is_dir():
         raise _not_found(root, kind, "it is a file" if root.exists() else "it does not exist")

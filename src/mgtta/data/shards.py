@@ -72,10 +72,16 @@ def expand(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
     return shards
 
 
-def samples(shards: Sequence[str], cache_dir: str | os.PathLike | None = None) -> list[Sample]:
-    """Every KEY.jpg (or another image) of the shards, with the number in KEY.cls beside it."""
+def split(shards: Sequence[str], part: tuple[int, int] | None) -> list[str]:
+    """The shards of rank, part being (rank, ranks): each is one rank's, and ranks differ by one at most."""
     if not shards:
         raise ValueError("no shards were named")
+    rank, ranks = part or (0, 1)
+    return list(shards[rank::ranks])
+
+
+def samples(shards: Sequence[str], cache_dir: str | os.PathLike | None = None) -> list[Sample]:
+    """Every KEY.jpg (or another image) of the shards, with the number in KEY.cls beside it."""
     pipeline = webdataset.DataPipeline(
         webdataset.SimpleShardList(shards), lambda urls: _members(urls, cache_dir), group_by_keys
     )

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from mgtta.data.corruptions import CORRUPTIONS, SEVERITIES, VALIDATION_CORRUPTIONS, corrupt
 from mgtta.data.datasets import imagenet_c
 from mgtta.data.images import ImageError
+from mgtta.distributed import Alone, share
 from mgtta.errors import unknown
 
 GRADUAL = (1, 2, 3, 4, 5, 4, 3, 2, 1)  # severities of the gradual setting
@@ -102,6 +103,7 @@ def stream(
     seed: int = 0,
     workers: int = 0,
     device: torch.device | str | None = None,
+    part: tuple[int, int] | None = None,
 ) -> "Stream":
     """The images of one domain after another, in batches; the last batch of each may be smaller.
 
@@ -114,17 +116,53 @@ def stream(
         first: only so many images of each domain, the same ones in each.
         workers: processes that load and corrupt; the batches are the same for any number.
         device: where images and labels go. Given one, corruption happens there and not in the workers.
+        part: (rank, ranks): of every batch this rank's share alone, which may be none. The ranks' shares of a batch,
+            one after another, are the batch.
     """
     if isinstance(domains, Domain):
         domains = [domains]
     elif not isinstance(domains, list | tuple):
         domains = [Domain(domain, domains)]
     plan = _plan(domains, batch_size, mixed, imbalance, first, shuffle, seed)
-    return Stream(domains, plan, seed, workers, device)
+    if part is not None:
+        plan = [planned._replace(rows=share(planned.rows, *part)) for planned in plan]
+    return Stream(domains, plan, seed, workers, device, keeps_empty=part is not None)
+
+
+def split_stream(
+    dataset: Any,
+    ranks: Alone,
+    *,
+    batch_size: int = 64,
+    domain: str = "test",
+    first: int | None = None,
+    **options: Any,
+) -> "Stream":
+    """The images of a data set that is this rank's alone, as `open_dataset(..., part=...)` gives it.
+
+    A batch of all ranks has `batch_size` images as long as all have some. A rank that is through gives empty batches
+    until the others are. `first` counts the images of all ranks; `options` are those of `stream`.
+    """
+    if min(batch_size, batch_size if first is None else first) < ranks.size:
+        raise ValueError(f"{ranks.size} ranks need as many images: batch_size is {batch_size}, first {first}")
+
+    def part(n: int) -> int:
+        return len(share(torch.arange(n), ranks.rank, ranks.size))
+
+    few = None if first is None else part(first)
+    mine = stream(dataset, batch_size=part(batch_size), domain=domain, first=few, **options)
+    none = Planned(domain, torch.empty(0, 2, dtype=torch.int64))
+    mine.plan = [*mine.plan, *[none] * (int(ranks.most(len(mine))) - len(mine))]
+    mine.keeps_empty = ranks.size > 1
+    return mine
 
 
 class Stream:
-    """An iterable of Batch; every pass is the same."""
+    """An iterable of Batch; every pass is the same.
+
+    Attributes:
+        keeps_empty: whether a batch without images is given too, since other ranks have some and wait.
+    """
 
     def __init__(
         self,
@@ -133,12 +171,14 @@ class Stream:
         seed: int = 0,
         workers: int = 0,
         device: torch.device | str | None = None,
+        keeps_empty: bool = False,
     ):
         self.domains, self.plan, self.seed, self.workers = list(domains), plan, seed, workers
         self.device = None if device is None else torch.device(device)
+        self.keeps_empty = keeps_empty
 
     def __len__(self) -> int:
-        """The number of batches, as planned: one whose images are all unreadable is left out."""
+        """The number of batches, as planned: unless `keeps_empty`, one whose images are all unreadable is left out."""
         return len(self.plan)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -151,7 +191,7 @@ class Stream:
         for batch, rows, failed in loader:
             for d, i, reason in failed:
                 _skip(self.domains[d].dataset, i, reason)
-            if not len(rows):
+            if not len(rows) and not self.keeps_empty:
                 continue
             if self.device is not None:
                 x = batch.x.to(self.device, non_blocking=True)
@@ -182,11 +222,19 @@ class _Loaded(Dataset):
             labels.append(-1 if label is None else int(label))
             rows.append((d, i))
         row = torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)  # (N, 2)
-        x = torch.stack(images) if images else torch.empty(0)
+        x = torch.stack(images) if images else _no_images(self.domains[0].dataset)
         if images and self.seed is not None:
             x = _corrupt(x, row, self.domains, self.seed)
         y = None if -1 in labels else torch.tensor(labels, dtype=torch.int64)
         return Batch(x, y, planned.domain, row[:, 1]), row, failed
+
+
+def _no_images(dataset: Any) -> Tensor:
+    """(0, 3, H, W), in the size that the data set names, or of its first image."""
+    if isinstance(side := getattr(dataset, "size", None), int):
+        return torch.empty(0, 3, side, side, dtype=torch.uint8)
+    image = dataset[0][0]
+    return image.new_empty(0, *image.shape)
 
 
 def _corrupt(x: Tensor, rows: Tensor, domains: Sequence[Domain], seed: int) -> Tensor:

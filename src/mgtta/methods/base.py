@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mgtta.distributed import ALONE, Alone
 from mgtta.files import fingerprint
 from mgtta.models import Classifier
+from mgtta.params import batch_norms
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -27,11 +29,14 @@ class Method(nn.Module):
             A batch in which a method's filter leaves no image counts neither as an update nor as skipped.
         random: the method's own generator, on the CPU, where it draws any random numbers; see `seed`.
         max_updates, max_seconds: budgets; when one is spent the method only predicts.
+        ranks: those who share every batch; see `join`.
     """
 
     optimizer: Optimizer | None = None
     random: torch.Generator | None = None
     needs: tuple[str, ...] = ()  # beside the model and the images, as `mgtta list` shows it
+    ranks: Alone = ALONE
+    shares_batches = False  # whether all that hangs on a whole batch is asked of `ranks`
 
     def __init__(self, model: Classifier):
         super().__init__()
@@ -60,6 +65,21 @@ class Method(nn.Module):
         self.random = torch.Generator().manual_seed(seed)
         return self.random
 
+    def join(self, ranks: Alone) -> None:
+        """Share every batch with other ranks: each gives its images, and all learn as one would from all of them."""
+        if not self.shares_batches:
+            raise ValueError(
+                f"{self.name} looks at a batch as a whole, so it cannot share one with other ranks: run it in one "
+                "process, or take a method that can, such as tent or mgtta"
+            )
+        if self.model._uses_batch_statistics and batch_norms(self.model.net):
+            raise ValueError(
+                f"{self.model.name} has BatchNorm layers, which normalise by the batch at hand, and a rank has a share "
+                "of it alone: run it in one process, or take a model with LayerNorm or GroupNorm"
+            )
+        self.model.takes_empty = True
+        self.ranks = ranks
+
     def forward(self, x: Tensor) -> Tensor:
         """The logits (N, C) of x from before its update, detached; then the update."""
         self._remember_start()
@@ -73,7 +93,8 @@ class Method(nn.Module):
             logits = self.adapt(x).detach()
         if logits.is_cuda and self.max_seconds is not None:
             torch.cuda.synchronize(logits.device)
-        self.seconds += time.perf_counter() - began
+        took = time.perf_counter() - began
+        self.seconds += took if self.max_seconds is None else self.ranks.most(took)  # all stop at the same batch
         return logits
 
     def predict(self, x: Tensor) -> Tensor:
@@ -221,7 +242,7 @@ class GradientMethod(Method):
 
     def adapt(self, x: Tensor) -> Tensor:
         logits, loss = self.loss(x)
-        if not logits.isfinite().all():
+        if not self.ranks.all(logits.isfinite().all()):
             self.skipped += 1
         elif loss is not None and self.descend(loss):
             self.learned(logits.detach())
@@ -239,7 +260,8 @@ class GradientMethod(Method):
     def gradients(self, loss: Tensor, more: Sequence[Tensor] = ()) -> Sequence[Tensor | None] | None:
         """The gradient for every adapted parameter and for `more`; None where it is not finite."""
         wanted = [*self.adapted.values(), *more]
-        grads = torch.autograd.grad(loss, wanted, allow_unused=True) if loss.isfinite() else ()
+        own = torch.autograd.grad(loss, wanted, allow_unused=True) if loss.isfinite() else ()
+        grads = self.ranks.average(own)
         norms = torch._foreach_norm([g for g in grads if g is not None]) if grads else []
         return grads if norms and torch.stack(list(norms)).isfinite().all() else None
 

@@ -20,6 +20,7 @@ from mgtta.params import norm_parameters
 
 class DeYO(GradientMethod):
     random: torch.Generator
+    shares_batches = True
 
     def __init__(
         self,
@@ -43,33 +44,37 @@ class DeYO(GradientMethod):
         Ent = entropy(logits)
         log_C = math.log(logits.shape[1])
         kept = (Ent < self.entropy_threshold * log_C).nonzero().flatten()
-        if not len(kept):
+        order = self.ranks.draw(len(kept), lambda n: random_orders(n, self.grid, self.random))
+        if order is None:
             return logits, None
-        plpd = self.plpd(x, logits.detach(), kept)
+        plpd = self.plpd(x, logits.detach(), kept, order)
         shaped = plpd > self.plpd_threshold  # S_theta(x)
-        if not shaped.any():
-            return logits, None
         Ent, plpd = Ent[kept][shaped], plpd[shaped]
         weight = (self.margin * log_C - Ent.detach()).exp() + plpd.exp()  # alpha_theta(x)
-        return logits, (weight * Ent).mean()
+        return logits, self.ranks.mean(weight * Ent)
 
     @torch.no_grad()
-    def plpd(self, x: Tensor, logits: Tensor, kept: Tensor) -> Tensor:
+    def plpd(self, x: Tensor, logits: Tensor, kept: Tensor, order: Tensor) -> Tensor:
         """(p(x) - p(x')) at the pseudo-label, for the images of index `kept`: (n,)."""
-        shuffled = shuffle_patches(self.model.pixels(x)[kept], self.grid, self.random)
+        shuffled = shuffle_patches(self.model.pixels(x)[kept], self.grid, order)
         p, p_shuffled = logits[kept].softmax(-1), self.model(shuffled).softmax(-1)
         label = p.argmax(-1, keepdim=True)
         return (p - p_shuffled).gather(1, label)[:, 0]
 
 
-def shuffle_patches(x: Tensor, grid: int, random: torch.Generator) -> Tensor:
-    """Each image's grid x grid patches in an order of its own; resized and back where they do not fit in whole."""
+def random_orders(n: int, grid: int, random: torch.Generator) -> Tensor:
+    """For each of n images an order of its own of its patches: (n, grid * grid)."""
+    return torch.rand(n, grid * grid, generator=random).argsort(1)
+
+
+def shuffle_patches(x: Tensor, grid: int, order: Tensor) -> Tensor:
+    """Each image's grid x grid patches in its order; resized and back where they do not fit in whole."""
     n, channels, height, width = check_images(x).shape
     h, w = max(1, height // grid), max(1, width // grid)
     fits = (h * grid, w * grid) == (height, width)
     if not fits:
         x = interpolate(x, (h * grid, w * grid), mode="bilinear", align_corners=False)
-    order = torch.rand(n, grid * grid, generator=random).argsort(1).to(x.device)
+    order = order.to(x.device)
     patches = x.reshape(n, channels, grid, h, grid, w).permute(0, 2, 4, 1, 3, 5)  # (n, row, column, channels, h, w)
     patches = patches.reshape(n, grid * grid, channels, h, w)
     patches = patches[torch.arange(n, device=x.device)[:, None], order]

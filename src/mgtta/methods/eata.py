@@ -24,6 +24,7 @@ class EATA(GradientMethod):
     """Without `fisher` it is the paper's ETA."""
 
     needs = ("gradients", "Fisher information of source images")
+    shares_batches = True
     probs: Tensor
 
     def __init__(
@@ -50,11 +51,10 @@ class EATA(GradientMethod):
     def loss(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = self.model(x)
         kept = self.kept(logits)
-        if not kept.any():
-            return logits, None
         E = entropy(logits)
         weight = (self.margin * math.log(logits.shape[1]) - E.detach()).exp()  # Eq. 3
-        return logits, (weight * E)[kept].mean() + self.forgetting()  # Eqs. 2, 8
+        loss = self.ranks.mean((weight * E)[kept])
+        return logits, None if loss is None else loss + self.forgetting()  # Eqs. 2, 8
 
     def kept(self, logits: Tensor) -> Tensor:
         """Where S(x) > 0 (Eq. 6): (N,) of bool."""
@@ -73,5 +73,6 @@ class EATA(GradientMethod):
         return self.fisher_weight * sum((w * (p - p_o).square()).sum() for w, p, p_o in terms)
 
     def learned(self, logits: Tensor) -> None:
-        probs = logits[self.kept(logits)].softmax(-1).mean(0)
+        probs = self.ranks.mean(logits[self.kept(logits)].softmax(-1))
+        assert probs is not None  # or there would have been no update
         self.probs = MOMENTUM * self.probs + (1 - MOMENTUM) * probs if len(self.probs) else probs  # Eq. 4

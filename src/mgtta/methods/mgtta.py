@@ -14,6 +14,7 @@ from mgtta.source import SourceStatistics
 
 class MGTTA(GradientMethod):
     needs = ("gradients", "source statistics")
+    shares_batches = True
 
     def __init__(self, model: Classifier, source: SourceStatistics, optimizer: OptimizerFactory, trade_off: float):
         super().__init__(model, norm_parameters, optimizer)
@@ -24,4 +25,4 @@ class MGTTA(GradientMethod):
     def loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits, features = self.model.features(x)
         source = self.source = self.source.to(logits)
-        return logits, objective(logits, features, source.mean, source.std, self.trade_off)
+        return logits, objective(logits, features, source.mean, source.std, self.trade_off, self.ranks)

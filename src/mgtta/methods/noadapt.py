@@ -4,4 +4,4 @@ from mgtta.methods.base import Method
 
 
 class NoAdapt(Method):
-    pass
+    shares_batches = True

@@ -24,6 +24,7 @@ class SAR(GradientMethod):
     """
 
     optimizer: SAM
+    shares_batches = True
 
     def __init__(self, model: Classifier, optimizer: OptimizerFactory, margin: float, rho: float, recovery: float):
         sam = partial(SAM, base=optimizer, rho=rho)
@@ -36,7 +37,7 @@ class SAR(GradientMethod):
     def loss(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = self.model(x)
         reliable = self.reliable(logits)  # Eq. 2
-        return logits, entropy(logits)[reliable].mean() if reliable.any() else None
+        return logits, self.ranks.mean(entropy(logits)[reliable])
 
     def reliable(self, logits: Tensor) -> Tensor:
         """S(x) of Eq. 2: (N,) of bool."""
@@ -44,7 +45,7 @@ class SAR(GradientMethod):
 
     def adapt(self, x: Tensor) -> Tensor:
         logits, loss = self.loss(x)
-        if not logits.isfinite().all():
+        if not self.ranks.all(logits.isfinite().all()):
             self.skipped += 1
         elif loss is not None:
             self._sharpness_aware_step(x, loss, self.reliable(logits))
@@ -60,11 +61,11 @@ class SAR(GradientMethod):
             with self.optimizer.perturbed():  # Eq. 4
                 logits = self.model(x)
                 again = reliable & self.reliable(logits)  # the filter once more, at the perturbed point
-                finite = bool(logits.isfinite().all())
-                second = entropy(logits)[again].mean() if finite and again.any() else None
+                finite = self.ranks.all(logits.isfinite().all())
+                second = self.ranks.mean(entropy(logits)[again]) if finite else None
                 grads = self.gradients(second) if second is not None else None  # Eq. 5
             self.optimizer.zero_grad()
-            if finite and not again.any():
+            if finite and second is None:
                 return
         if grads is None or second is None:
             self.skipped += 1

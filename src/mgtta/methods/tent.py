@@ -9,9 +9,11 @@ from mgtta.params import norm_parameters
 
 
 class Tent(GradientMethod):
+    shares_batches = True
+
     def __init__(self, model: Classifier, optimizer: OptimizerFactory):
         super().__init__(model, norm_parameters, optimizer)
 
-    def loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = self.model(x)
-        return logits, entropy(logits).mean()
+        return logits, self.ranks.mean(entropy(logits))
