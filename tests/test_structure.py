@@ -13,7 +13,7 @@ ORDER = [
     "data.images", "data.shards", "data.corruptions", "data.datasets", "data.glyphs", "data.held",
     "data.streams", "data.export",
     "augment", "params", "taps", "models", "losses", "source", "fisher", "generator", "checkpoint",
-    "optim.mgg", "optim", "methods.base", "methods",
+    "optim.mgg", "optim", "methods.base", "methods", "guard",
     "recipes", "metrics", "evaluation", "meta", "store", "workers", "experiments", "bench", "progress",
     "report", "page", "predictions",
     "listing", "demo", "cli", "__main__",

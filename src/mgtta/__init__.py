@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from mgtta.evaluation import Record, evaluate
     from mgtta.fisher import Fisher, fisher_information, load_fisher, save_fisher
     from mgtta.generator import MetaGradientGenerator
+    from mgtta.guard import Guard, guarded
     from mgtta.losses import objective
     from mgtta.meta import meta_train
     from mgtta.models import Classifier, load_model
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _HOME = {  # loaded at first use, so that the command line answers without importing torch
     "Classifier": "models",
     "Fisher": "fisher",
+    "Guard": "guard",
     "MGG": "optim.mgg",
     "MetaGradientGenerator": "generator",
     "Record": "evaluation",
@@ -28,6 +30,7 @@ _HOME = {  # loaded at first use, so that the command line answers without impor
     "create": "recipes",
     "evaluate": "evaluation",
     "fisher_information": "fisher",
+    "guarded": "guard",
     "import_released": "checkpoint",
     "load_fisher": "fisher",
     "load_generator": "checkpoint",
@@ -46,12 +49,14 @@ __all__ = [
     "MGG",
     "Classifier",
     "Fisher",
+    "Guard",
     "MetaGradientGenerator",
     "Record",
     "SourceStatistics",
     "create",
     "evaluate",
     "fisher_information",
+    "guarded",
     "import_released",
     "load_fisher",
     "load_generator",

@@ -12,6 +12,7 @@ from mgtta.checkpoint import load_generator
 from mgtta.errors import unknown
 from mgtta.fisher import Fisher, load_fisher
 from mgtta.generator import MetaGradientGenerator
+from mgtta.guard import Guard, guarded
 from mgtta.methods.base import Method
 from mgtta.methods.bn import BatchNormStatistics
 from mgtta.methods.cotta import CoTTA
@@ -308,18 +309,20 @@ def create(
     *,
     max_updates: int | None = None,
     max_seconds: float | None = None,
+    guard: Guard | bool = False,
     **settings: Any,
 ) -> Method:
     """The method of a recipe around a copy of the model; `settings` overrides what the recipe's paper says.
 
     Args:
         max_updates, max_seconds: when one is spent, the method only predicts.
+        guard: True, or mgtta.Guard(...): watch for collapse, see mgtta.guard.
     """
     function = recipe_of(name)
     parameters = recipe_settings(name)
     for key in settings:
         if key not in parameters:
-            raise unknown(f"setting of {name}", key, [*parameters, "max_updates", "max_seconds"])
+            raise unknown(f"setting of {name}", key, [*parameters, "max_updates", "max_seconds", "guard"])
     if "source" in parameters and settings.get("source") is None:
         raise ValueError(f"{name} needs source=...: mgtta.source_statistics(model, clean_images) makes it")
     _check_number("max_updates", max_updates, int)
@@ -329,7 +332,7 @@ def create(
         method = function(as_classifier(model), **settings)
     method.name = function.__name__
     method.max_updates, method.max_seconds = max_updates, max_seconds
-    return method
+    return method if guard is False else guarded(method, guard)
 
 
 def _check_number(name: str, value: Any, kind: type[int] | type[float]) -> None:
