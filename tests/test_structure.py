@@ -9,13 +9,13 @@ import mgtta
 
 ROOT = Path(mgtta.__file__).parent
 ORDER = [
-    "__init__", "errors", "bars", "shipped", "files", "_timm",
+    "__init__", "errors", "alarms", "bars", "shipped", "files", "_timm",
     "data.images", "data.shards", "data.corruptions", "data.datasets", "data.glyphs", "data.held",
     "data.streams", "data.export",
     "augment", "params", "taps", "models", "losses", "source", "fisher", "generator", "checkpoint",
     "optim.mgg", "optim", "methods.base", "methods", "guard",
     "recipes", "metrics", "evaluation", "meta", "store", "workers", "experiments", "bench", "progress",
-    "report", "page", "predictions",
+    "report", "page", "predictions", "running",
     "listing", "demo", "cli", "__main__",
 ]  # fmt: skip
 

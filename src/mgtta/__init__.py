@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mgtta.optim.mgg import MGG
     from mgtta.params import norm_parameters
     from mgtta.recipes import create
+    from mgtta.running import load_state, save_state
     from mgtta.source import SourceStatistics, load_source, save_source, source_statistics
 
 _HOME = {  # loaded at first use, so that the command line answers without importing torch
@@ -36,12 +37,14 @@ _HOME = {  # loaded at first use, so that the command line answers without impor
     "load_generator": "checkpoint",
     "load_model": "models",
     "load_source": "source",
+    "load_state": "running",
     "meta_train": "meta",
     "norm_parameters": "params",
     "objective": "losses",
     "save_fisher": "fisher",
     "save_generator": "checkpoint",
     "save_source": "source",
+    "save_state": "running",
     "source_statistics": "source",
 }
 
@@ -62,12 +65,14 @@ __all__ = [
     "load_generator",
     "load_model",
     "load_source",
+    "load_state",
     "meta_train",
     "norm_parameters",
     "objective",
     "save_fisher",
     "save_generator",
     "save_source",
+    "save_state",
     "source_statistics",
 ]
 

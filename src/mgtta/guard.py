@@ -29,6 +29,7 @@ from mgtta.methods.base import Method
 from mgtta.models import Classifier
 
 POLICIES = ("rollback", "slow", "source")
+CLOSER = 4  # times as often as usual the source is asked after an alarm
 FEW = 4  # sure images under which a batch says too little, and the anchors are asked
 WINDOW = 128  # images that the estimate of what is lost looks back on
 DEVIATIONS = 1.5  # standard errors by which that estimate must be above what is tolerated
@@ -53,7 +54,7 @@ class Guard:
         anchors: how many to keep of the images that the source was sure of; or your own, clean ones.
         slower: factor on the learning rate.
         rest: images for which "source" predicts without adapting, the first time.
-        calm: images without alarm after which `policy` begins anew.
+        calm: images without alarm after which `policy` begins anew, and the source is asked as rarely as before.
     """
 
     policy: Sequence[str] = ("slow", "slow", "source")
@@ -263,12 +264,17 @@ class Guarded(Method):
         watch, guard = self.watch, self.guard
         began = max(watch.alarm_at, watch.rest_until)
         soon = max(1, watch.asked_at - began)  # the way since a start doubles between two questions
-        if watch.images - max(watch.asked_at, began) >= min(guard.every, soon) or watch.doubt:
+        every = guard.every // CLOSER if self._wary() else guard.every
+        if watch.images - max(watch.asked_at, began) >= min(every, soon) or watch.doubt:
             return True
         if not self.method.updates:
             return False
         since = watch.there if watch.there is not None else self.method._start["params"]  # type: ignore[index]
         return self._way(since) > guard.moved
+
+    def _wary(self) -> bool:
+        """Whether the last alarm was not long ago: then the source is asked more often, and about whole batches."""
+        return self.watch.step > 0 and self.watch.images - self.watch.alarm_at <= self.guard.calm
 
     def _strange(self) -> bool:
         """Whether entropy or diversity have left the range of the last good state."""
@@ -285,7 +291,7 @@ class Guarded(Method):
     def _judge(self, x: Tensor, logits: Tensor, features: Tensor | None, before: dict[str, Any] | None) -> Tensor:
         """Ask the source about some of x; on alarm act, and give the source's logits in the place of these."""
         watch, guard = self.watch, self.guard
-        some = x if watch.doubt else x[: guard.images]
+        some = x if watch.doubt or self._wary() else x[: guard.images]
         asked, source_features = self._ask(some)
         lost, sure = _lost(asked, logits[: len(some)], guard.sure)
         watch.asked_at = watch.images
@@ -303,7 +309,7 @@ class Guarded(Method):
         if alarm:
             self._act(found)
             return asked if len(asked) == len(x) else self._ask(x)[0]
-        if before is not None and watch.excess(guard.tolerance) <= 1:
+        if before is not None and watch.weight >= WINDOW / 2 and watch.excess(guard.tolerance) <= 1:
             watch.snapshot = before
         watch.good = found
         self._keep_anchor(some, asked, sure)
@@ -346,6 +352,7 @@ class Guarded(Method):
             watch.rests += 1
             watch.snapshot = None
         self._restore()
+        watch.snapshot = None  # what raises an alarm again was not good
         watch.lost = watch.unsure = watch.weight = 0.0
         watch.doubt = False
         watch.there = watch.entropy = watch.probs = None

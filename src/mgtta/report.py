@@ -13,6 +13,7 @@ from functools import cache, cached_property
 from importlib import resources
 from typing import Any
 
+from mgtta.alarms import guard_words
 from mgtta.data.corruptions import CORRUPTIONS
 from mgtta.recipes import RECIPES
 
@@ -634,7 +635,7 @@ def notes(section: Section) -> str:
         text += " –: not run, not finished on all domains, or without labels."
     if section.repeated:
         text += f" {_many(section.repeated, 'record')} that repeat others' work are left out."
-    return text
+    return text + guard_words(section.records)
 
 
 def _markdown_differences(section: Section) -> list[str]:
