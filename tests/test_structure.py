@@ -9,7 +9,7 @@ import mgtta
 
 ROOT = Path(mgtta.__file__).parent
 ORDER = [
-    "__init__", "errors", "alarms", "bars", "shipped", "files", "_timm",
+    "__init__", "errors", "alarms", "records", "bars", "shipped", "files", "_timm",
     "data.images", "data.shards", "data.corruptions", "data.datasets", "data.glyphs", "data.held",
     "data.streams", "data.export",
     "augment", "params", "taps", "models", "losses", "source", "fisher", "generator", "checkpoint",

@@ -373,7 +373,7 @@ def _settings(pairs: list[str]) -> dict[str, Any]:
             raise ValueError(f"--set takes name=value, not {pair!r}")
         try:
             settings[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # the last two: nested too deeply
             settings[key] = value
     return settings
 

@@ -124,7 +124,7 @@ def read_tree(path: str | os.PathLike) -> tuple[Any, dict[str, str]]:
 
     try:
         return build(json.loads(metadata[TREE])), metadata
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: the saved state in its header is damaged; save it again") from error
 
 

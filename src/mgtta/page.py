@@ -29,6 +29,7 @@ from mgtta.data.streams import Batch, corrupted, stream
 from mgtta.files import atomic
 from mgtta.models import load_model
 from mgtta.recipes import create, needs_source, recipe_settings
+from mgtta.records import checked
 from mgtta.report import MEAN, Record, Section, label, unique
 from mgtta.source import load_source
 from mgtta.store import Store
@@ -79,7 +80,7 @@ def write_report(
     records = Store(folder).records()
     if not records:
         raise ValueError(f"{folder / 'records.jsonl'} holds no finished records yet: let `mgtta bench` finish a cell")
-    found = report.sections(records)
+    found = report.sections(checked(records))
     if isinstance(examples, bool):
         examples = embedded_examples(records) if examples else ()
     out = folder if out is None else Path(out)
