@@ -182,6 +182,29 @@ def test_copies_pickles_and_other_dtypes(sure_model):
     assert all((shared[name] is own[name]) == (name not in held.adapted) for name in own)
 
 
+def test_in_and_out_of_inference_mode(sure_model):
+    held = mgtta.create("eata", sure_model, guard=OFTEN)
+    with torch.inference_mode():
+        for x in stream(4):
+            held(x)
+        state = held.state_dict()
+    for x in stream(4):
+        held(x)
+    held.load_state_dict(state)
+    assert held(images(4)).isfinite().all()
+
+
+def test_a_look_takes_as_many_batches_as_it_needs(sure_model):
+    held = mgtta.create("tent", sure_model, guard=Guard(every=100, images=6))
+    asked = []
+    ask = held._ask
+    held._ask = lambda x: asked.append(len(x)) or ask(x)
+    for x in stream(10, batch=2):
+        held(x)
+    assert asked[:3] == [2, 2, 2]  # begins with the second batch
+    assert len(asked) < 10
+
+
 def test_states_that_do_not_fit(sure_model):
     held = mgtta.create("tent", sure_model, guard=True)
     held(images(4))

@@ -16,7 +16,7 @@ Notation    q  the source's probabilities of an image, y = argmax q; y'  the met
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +90,8 @@ class Watch:
     lost: float = 0.0  # sum over the images in the window
     unsure: float = 0.0  # images in the window that the source was not sure of
     weight: float = 0.0  # images in the window
+    look: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # images, lost, unsure, of the look that lasts
+    left: int = 0  # images still to ask about in it: a look takes as many batches as it needs
     doubt: bool = False  # whether the last look found more lost than it should
     entropy: float | None = None  # running means, in units of ln C
     probs: Tensor | None = None  # (C,), running mean of the predicted probabilities: its entropy is the diversity
@@ -165,7 +167,7 @@ class Guarded(Method):
 
     def forward(self, x: Tensor) -> Tensor:
         """The method's logits, or the source's where the guard finds that the method has gone wrong."""
-        with self._turn:
+        with self._turn, torch.inference_mode(False):
             watch = self.watch
             if watch.images < watch.rest_until:
                 logits = self._ask(x)[0]
@@ -200,7 +202,7 @@ class Guarded(Method):
         if not isinstance(state, dict) or state.keys() != {"kind", "method", "guard"}:
             raise ValueError("this is not a state that a guarded method's state_dict gave")
         with self._turn:
-            watch = _watch(state["guard"])
+            watch = _watch(state["guard"], {name: p.shape for name, p in self.method.adapted.items()})
             before = self.method.state_dict()
             if watch.snapshot is not None:
                 self.method.load_state_dict(watch.snapshot)  # to find out whether it fits
@@ -265,7 +267,7 @@ class Guarded(Method):
         began = max(watch.alarm_at, watch.rest_until)
         soon = max(1, watch.asked_at - began)  # the way since a start doubles between two questions
         every = guard.every // CLOSER if self._wary() else guard.every
-        if watch.images - max(watch.asked_at, began) >= min(every, soon) or watch.doubt:
+        if watch.images - max(watch.asked_at, began) >= min(every, soon) or watch.left or watch.doubt:
             return True
         if not self.method.updates:
             return False
@@ -289,19 +291,20 @@ class Guarded(Method):
 
     @torch.no_grad()
     def _judge(self, x: Tensor, logits: Tensor, features: Tensor | None, before: dict[str, Any] | None) -> Tensor:
-        """Ask the source about some of x; on alarm act, and give the source's logits in the place of these."""
+        """Ask the source about x, or some of it; on alarm act, and give the source's logits in the place of these."""
         watch, guard = self.watch, self.guard
-        some = x if watch.doubt or self._wary() else x[: guard.images]
+        if not watch.left:
+            watch.look, watch.left = [0.0, 0.0, 0.0], WINDOW // 2 if watch.doubt or self._wary() else guard.images
+        some = x[: watch.left]
         asked, source_features = self._ask(some)
         lost, sure = _lost(asked, logits[: len(some)], guard.sure)
-        watch.asked_at = watch.images
-        watch.there = {name: p.detach().clone() for name, p in self.method.adapted.items()}
-        alarm = False
-        if int(sure.sum()) < FEW and watch.anchors is not None and watch.anchor_probs is not None:
-            alarm = self._lost_of_anchors(watch.anchors, watch.anchor_probs) > guard.tolerance
         watch.count(lost, sure)
-        watch.doubt = excess(float(lost.sum()), float((~sure).sum()), len(lost), guard.tolerance) > FACTOR
-        alarm = alarm or watch.alarming(guard.tolerance)
+        watch.left -= len(some)
+        seen = (len(lost), float(lost.sum()), float((~sure).sum()))
+        watch.look = [a + b for a, b in zip(watch.look, seen, strict=True)]
+        alarm = watch.alarming(guard.tolerance)
+        if not watch.left:
+            alarm = self._end_look() or alarm
         found = self.signals()
         if features is not None and len(features) == len(x):
             gap = features[: len(some)].mean(0) - source_features.mean(0)
@@ -309,11 +312,23 @@ class Guarded(Method):
         if alarm:
             self._act(found)
             return asked if len(asked) == len(x) else self._ask(x)[0]
-        if before is not None and watch.weight >= WINDOW / 2 and watch.excess(guard.tolerance) <= 1:
-            watch.snapshot = before
-        watch.good = found
+        if not watch.left:
+            watch.good = found
+            if before is not None and watch.weight >= WINDOW / 2 and watch.excess(guard.tolerance) <= 1:
+                watch.snapshot = before
         self._keep_anchor(some, asked, sure)
         return logits
+
+    def _end_look(self) -> bool:
+        """Draw the conclusions of a look that is complete; True where the anchors raise an alarm."""
+        watch, guard = self.watch, self.guard
+        images, lost, unsure = watch.look
+        watch.asked_at = watch.images
+        watch.there = {name: p.detach().clone() for name, p in self.method.adapted.items()}
+        watch.doubt = excess(lost, unsure, images, guard.tolerance) > FACTOR
+        if images - unsure >= FEW or watch.anchors is None or watch.anchor_probs is None:
+            return False
+        return self._lost_of_anchors(watch.anchors, watch.anchor_probs) > guard.tolerance
 
     def _lost_of_anchors(self, images: Tensor, probs: Tensor) -> float:
         """The share lost among the anchors, less the chance in it; the method's random numbers stay as they are."""
@@ -354,7 +369,7 @@ class Guarded(Method):
         self._restore()
         watch.snapshot = None  # what raises an alarm again was not good
         watch.lost = watch.unsure = watch.weight = 0.0
-        watch.doubt = False
+        watch.doubt, watch.left = False, 0
         watch.there = watch.entropy = watch.probs = None
         watch.good = {}
         watch.events.append({"image": watch.images, "action": action, "pace": watch.pace, **found})
@@ -428,23 +443,37 @@ def _source_model(method: Method) -> Classifier:
     return source
 
 
-def _watch(found: Any) -> Watch:
-    """What a state says that a guard knew; refused where its entries have other names, types or shapes."""
+def _watch(found: Any, shapes: dict[str, torch.Size]) -> Watch:
+    """What a state says that a guard knew; refused where its entries have other names, types or shapes.
+
+    Args:
+        shapes: of the method's adapted parameters.
+    """
     fresh = Watch()
     if not isinstance(found, dict) or found.keys() != vars(fresh).keys():
         raise ValueError("this state does not fit a guard: it has other entries")
-    tensors = {"probs": 1, "anchors": 4, "anchor_probs": 2}
+
+    def numbers(values: Any) -> bool:
+        return all(isinstance(value, float | int) for value in values)
+
+    def tensors(value: Any) -> dict[str, Any]:
+        return {name: getattr(t, "shape", None) for name, t in value.items()}
+
+    checks: dict[str, Callable[[Any], bool]] = {
+        "entropy": lambda value: value is None or isinstance(value, float),
+        "probs": lambda value: value is None or (isinstance(value, Tensor) and value.ndim == 1),
+        "anchors": lambda value: value is None or (isinstance(value, Tensor) and value.ndim == 4),
+        "anchor_probs": lambda value: value is None or (isinstance(value, Tensor) and value.ndim == 2),
+        "good": lambda value: isinstance(value, dict) and numbers(value.values()),
+        "there": lambda value: value is None or (isinstance(value, dict) and tensors(value) == shapes),
+        "snapshot": lambda value: value is None or isinstance(value, dict),
+        "look": lambda value: isinstance(value, list) and len(value) == 3 and numbers(value),
+        "events": lambda value: isinstance(value, list) and all(isinstance(event, dict) for event in value),
+    }
     for name, value in vars(fresh).items():
-        if name in tensors:
-            fits = found[name] is None or (isinstance(found[name], Tensor) and found[name].ndim == tensors[name])
-        elif name == "entropy" or isinstance(value, float):
-            fits = isinstance(found[name], float) or (found[name] is None and name == "entropy")
-        elif value is None:
-            fits = found[name] is None or isinstance(found[name], dict)
-        else:
-            fits = type(found[name]) is type(value)
+        fits = checks[name](found[name]) if name in checks else type(found[name]) is type(value)
         if not fits:
-            raise ValueError(f"this state does not fit a guard: {name} is {type(found[name]).__name__}")
+            raise ValueError(f"this state does not fit a guard: its {name} is none")
     return Watch(**copy.deepcopy(found))
 
 
