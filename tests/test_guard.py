@@ -10,6 +10,7 @@ from conftest import CLASSES, confident_vit, convnet, images
 from test_methods import CANNOT, make, same, stream
 
 import mgtta
+from mgtta.alarms import guard_words
 from mgtta.files import read_tree, write_tree
 from mgtta.guard import WINDOW, Guard, Guarded, Watch, _lost, excess
 from mgtta.methods.base import GradientMethod
@@ -162,6 +163,13 @@ def test_events_are_in_the_records(sure_model):
     records = mgtta.evaluate(held, batches, reset="never")
     assert sum((record.events for record in records), []) == held.events
     assert records[0].events
+
+
+def test_the_report_tells():
+    event = {"action": "slow", "image": 9}
+    record = {"method": "tent", "domain": "f|og", "events": [event, event, {"action": "source"}, {"action": "?"}, 5]}
+    assert guard_words([record, {"method": "a"}]) == " The guard acted (tent on f?og: 2 x slow, 1 x source)."
+    assert guard_words([{"events": None}, {"events": []}]) == ""
 
 
 def _batch(x, domain):

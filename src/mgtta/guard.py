@@ -34,6 +34,7 @@ FEW = 4  # sure images under which a batch says too little, and the anchors are 
 WINDOW = 128  # images that the estimate of what is lost looks back on
 DEVIATIONS = 1.5  # standard errors by which that estimate must be above what is tolerated
 FACTOR = 2.0  # by which entropy may rise or fall, and diversity fall, before the source is asked; and of doubt
+EVENTS = 1000  # that are kept, the first ones: a run may last for ever
 MEMORY = 0.9  # of the running entropy and diversity, for a batch of 64 images
 
 
@@ -136,7 +137,7 @@ class Guarded(Method):
 
     Attributes:
         method: what is guarded.
-        events: what the guard did since the last reset, and why: dicts of plain values.
+        events: what the guard did since the last reset, and why: dicts of plain values, the first 1,000.
     """
 
     def __init__(self, method: Method, guard: Guard):
@@ -281,7 +282,7 @@ class Guarded(Method):
     def _strange(self) -> bool:
         """Whether entropy or diversity have left the range of the last good state."""
         now, good = self.signals(), self.watch.good
-        if not good or "entropy" not in now:
+        if "entropy" not in good or "entropy" not in now:
             return False
         floor = 0.02  # an entropy of nearly nothing may double without a meaning
         ratio = (now["entropy"] + floor) / (good["entropy"] + floor)
@@ -372,7 +373,8 @@ class Guarded(Method):
         watch.doubt, watch.left = False, 0
         watch.there = watch.entropy = watch.probs = None
         watch.good = {}
-        watch.events.append({"image": watch.images, "action": action, "pace": watch.pace, **found})
+        if len(watch.events) < EVENTS:
+            watch.events.append({"image": watch.images, "action": action, "pace": watch.pace, **found})
 
     def _restore(self) -> None:
         """The last good state at the present pace; what was counted stays counted."""
