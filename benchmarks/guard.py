@@ -1,7 +1,7 @@
 """Streams made to break adaptation, on the embedded characters: each method as it is, and under a guard.
 
-For each stream and method the plain and the guarded one take every batch in turn, so that their times are of one run;
-NoAdapt's predictions are made once a stream. A cell that is in the file already, with the same model and number of
+For each stream and method the plain and the guarded one take every batch in turn, so that their times (of the CPU, on
+one thread) are of one run; NoAdapt's predictions are made once a stream. A cell that is in the file already, with the same model and number of
 images, is not run again.
 
 python benchmarks/guard.py --images 20000 --out results
@@ -85,9 +85,9 @@ def run(stream_name: str, method_name: str, model: mgtta.Classifier, images: int
         for name, method in (
             (("plain", plain), ("guarded", guarded)) if i % 2 else (("guarded", guarded), ("plain", plain))
         ):
-            began = time.perf_counter()
+            began = time.process_time()
             logits[name] = method(batch.x)
-            seconds[name] += time.perf_counter() - began
+            seconds[name] += time.process_time() - began
         if not known:
             with torch.no_grad():
                 source.append(model(batch.x).argmax(1))
