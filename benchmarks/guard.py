@@ -1,8 +1,8 @@
 """Streams made to break adaptation, on the embedded characters: each method as it is, and under a guard.
 
 For each stream and method the plain and the guarded one take every batch in turn, so that their times (of the CPU, on
-one thread) are of one run; NoAdapt's predictions are made once a stream. A cell that is in the file already, with the same model and number of
-images, is not run again.
+one thread) are of one run; NoAdapt's predictions are made once a stream. A cell that is in the file already, with the
+same model and number of images, is not run again.
 
 python benchmarks/guard.py --images 20000 --out results
 """
