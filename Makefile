@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.installed
 
-.PHONY: install demo test lint docs clean
+.PHONY: install demo test lint docs fuzz kill soak clean
 
 install: $(READY)
 
@@ -24,6 +24,18 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@.ci/audit $(BIN)
+
+# the long ones: 100,000 hostile inputs, then the file readers under atheris where that can be had; 200 kills; the soak
+fuzz: $(READY)
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt atheris || echo "atheris is not to be had"
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --cases 100000 $$($(BIN)/python -c "import atheris" 2>/dev/null && echo --atheris)
+
+kill: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/kill.py --kills 200 --out results
+
+soak: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --out results
 
 # The variable silences an advertisement of the theme's.
 docs: $(READY)

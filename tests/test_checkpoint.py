@@ -8,7 +8,7 @@ from torch import nn
 from transcription import SlowMGG
 
 import mgtta
-from mgtta.files import atomic, read_tensors, read_tree, write_tree
+from mgtta.files import _digest, atomic, read_tensors, read_tree, write_tree
 from mgtta.shipped import shipped
 
 
@@ -171,6 +171,11 @@ def test_trees_come_back_as_they_were(tmp_path):
     save_file({"x": torch.zeros(1)}, tmp_path / "n", metadata={"kind": "test"})
     with pytest.raises(ValueError, match="no saved state"):
         read_tree(tmp_path / "n")
-    save_file({"x": torch.zeros(1)}, tmp_path / "d", metadata={"tree": json.dumps({"tensor": "7"})})
-    with pytest.raises(ValueError, match="damaged"):
-        read_tree(tmp_path / "d")
+    for tree in ({"tensor": "7"}, {"dict": 3}, []):
+        about = {"tree": json.dumps(tree)}
+        save_file({"x": torch.zeros(1)}, tmp_path / "d", metadata=about)
+        with pytest.raises(ValueError, match="not as it was written"):
+            read_tree(tmp_path / "d")
+        save_file({"x": torch.zeros(1)}, tmp_path / "d", {**about, "sha256": _digest({"x": torch.zeros(1)}, about)})
+        with pytest.raises(ValueError, match="damaged"):
+            read_tree(tmp_path / "d")

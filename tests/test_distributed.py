@@ -6,6 +6,7 @@ import datetime
 import fcntl
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -355,7 +356,7 @@ def test_what_ranks_cannot_run_is_told_first(ran):
 
 
 @pytest.mark.slow
-def test_torchrun_writes_the_predictions_of_one_process(tmp_path, monkeypatch):
+def test_torchrun_writes_the_predictions_of_one_process_after_a_kill_too(tmp_path, monkeypatch):
     glyphs = Glyphs(13)
     (tmp_path / "images").mkdir()
     for i in range(13):
@@ -368,10 +369,23 @@ def test_torchrun_writes_the_predictions_of_one_process(tmp_path, monkeypatch):
     done = subprocess.run([*ranks, *words, "two.csv"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("13 images; 3 updates, 0 skipped -> two.csv") == 1
-    one, two = (list(csv.DictReader(Path(f"{run}.csv").read_text().splitlines())) for run in ("one", "two"))
-    for a, b in zip(one, two, strict=True):
-        assert (a["image"], a["prediction"]) == (b["image"], b["prediction"])
-        assert float(a["confidence"]) == pytest.approx(float(b["confidence"]), abs=1e-5)
+    kept = [*ranks, *words, "three.csv", "--resume", "run", "--save-every", "1"]
+    killed = subprocess.Popen(kept, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    while killed.poll() is None and not Path("run").exists():
+        time.sleep(0.02)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    done = subprocess.run(kept, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("13 images; 3 updates, 0 skipped -> three.csv") == 1
+    assert not Path("run").exists()
+    one, *others = (
+        list(csv.DictReader(Path(f"{run}.csv").read_text().splitlines())) for run in ("one", "two", "three")
+    )
+    for other in others:
+        for a, b in zip(one, other, strict=True):
+            assert (a["image"], a["prediction"]) == (b["image"], b["prediction"])
+            assert float(a["confidence"]) == pytest.approx(float(b["confidence"]), abs=1e-5)
 
 
 # --- shares

@@ -1,22 +1,24 @@
 """The house: a module imports only from modules above it, and timm is imported in one place."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import mgtta
 
 ROOT = Path(mgtta.__file__).parent
 ORDER = [
-    "__init__", "errors", "distributed", "bars", "shipped", "files", "_timm",
+    "__init__", "errors", "alarms", "records", "distributed", "bars", "shipped", "files", "_timm",
     "data.images", "data.shards", "data.corruptions", "data.datasets", "data.glyphs", "data.held",
     "data.streams", "data.export",
     "augment", "params", "taps", "models", "losses", "source", "fisher", "generator", "checkpoint",
-    "optim.mgg", "optim", "methods.base", "methods",
+    "optim.mgg", "optim", "methods.base", "methods", "guard",
     "recipes", "metrics", "evaluation", "meta", "store", "workers", "cluster", "experiments", "bench", "progress",
     "report.summary", "report.paired", "report.words", "report.published", "report.tables", "report.charts",
-    "report.examples", "report.page", "report.write", "report", "predictions",
+    "report.examples", "report.page", "report.write", "report", "predictions", "running",
     "listing", "demo", "cli", "__main__",
 ]  # fmt: skip
 
@@ -77,3 +79,13 @@ def test_importing_the_package_does_not_import_torch():
 def test_files_of_methods_are_short():
     for path in set((ROOT / "methods").glob("*.py")) - {ROOT / "methods" / "base.py"}:
         assert path.read_text().count("\n") < 150, path.name
+
+
+def test_licences_and_pins_cover_what_is_needed():
+    root = ROOT.parent.parent
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    licences, pins = (root / "docs" / "licences.md").read_text(), (root / "constraints.txt").read_text().lower()
+    for requirement in project["dependencies"]:
+        name = re.match(r"[\w-]+", requirement)[0]
+        assert f"| {name.replace('_', '-')} |" in licences, f"{name}: python .ci/licences.py > docs/licences.md"
+        assert f"\n{name.lower()}==" in pins, f"{name} is not pinned in constraints.txt"

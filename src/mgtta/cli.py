@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +16,6 @@ app = typer.Typer(
     help="Adapt an image classifier online, without labels, while it works on shifted data.",
 )
 
-STATE = "mgtta state"
 EXPERIMENTS = (  # as in mgtta.experiments, which imports torch
     "corruptions", "budgets", "variants", "ablation", "runtime", "samples", "mixed", "small-batch", "memory",
     "hidden-size", "learning-rate", "convergence", "continual", "all",
@@ -49,6 +48,9 @@ def adapt(
     first: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
     state: Annotated[Path | None, typer.Option(help="Where to save the adapted state.")] = None,
     start: Annotated[Path | None, typer.Option(help="A saved state to go on from, its learning rate included.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="A file that keeps the run, to go on from after a kill.")] = None,
+    save_every: Annotated[int, typer.Option(min=1, help="Batches between two saves of the run.")] = 32,
+    guard: Annotated[bool, typer.Option("--guard", help="Watch for collapse, and undo it.")] = False,
     size: Size = None,
     skip_unreadable: Skip = False,
     device: Device = None,
@@ -62,22 +64,24 @@ def adapt(
     from mgtta.bars import progress_bar
     from mgtta.data.streams import split_stream, stream
     from mgtta.distributed import ranks_of
-    from mgtta.files import check_kind, read_tree, writable, write_tree
-    from mgtta.predictions import prediction_file
+    from mgtta.files import writable
+    from mgtta.predictions import PredictionWriter, format_of, prediction_file
     from mgtta.recipes import needs_source
+    from mgtta.running import Run, Totals, load_state, save_state
 
+    suffix = format_of(out)
     group = _joined(context, device, timeout)
     part = ranks_of(group).part if split_shards else None
+    if resume is not None and split_shards:
+        raise ValueError("--resume counts batches of one stream: leave out --split-shards, or --resume")
     classifier, images = _model_and_data(model, checkpoint, num_classes, data, size, skip_unreadable, device, part)
     settings = _settings(setting)
     if needs_source(method):
         settings["source"] = _source(classifier, source, clean, size)
-    adapted = mgtta.create(method, classifier, process_group=group, **settings)
+    adapted = mgtta.create(method, classifier, guard=guard, process_group=group, **settings)
     ranks = adapted.ranks
     if start is not None:
-        found, metadata = read_tree(start)
-        check_kind(metadata, STATE, 1, start, "mgtta adapt --state writes one")
-        adapted.load_state_dict(found)
+        load_state(adapted, start)
     if state is not None and ranks.first:
         writable(state)
     options: dict[str, Any] = {"batch_size": batch_size, "shuffle": False, "first": first, "domain": data.name}
@@ -85,27 +89,47 @@ def adapt(
         stream(images, part=ranks.part, **options) if part is None else split_stream(images, ranks, **options)
     )
     total, classes = len(batches), images.classes
-    if classes is not None and len(classes) != classifier.num_classes:
-        typer.echo(f"{len(classes)} class folders, {classifier.num_classes} classes: labels not used", err=True)
-        batches, classes = (batch._replace(y=None) for batch in batches), None
-    bar = progress_bar(transient=True, disable=not ranks.first)
-    with bar as progress, prediction_file(out, images.name, classes, ranks) as file:
-        task = progress.add_task(f"{method} on {data.name}", total=total)
+    with ExitStack() as stack:
+        run = None
+        if resume is not None:
+            protocol = {
+                "method": method, "settings": setting, "batch_size": batch_size, "size": size, "suffix": suffix,
+                "images": _hash(images.names[:first]),
+            }  # fmt: skip
+            run = Run(resume, adapted, out, images, protocol, batch_size, save_every)
+            batches = batches.after(run.position)
+            stack.callback(run.file.close)
+        if classes is not None and len(classes) != classifier.num_classes:
+            typer.echo(f"{len(classes)} class folders, {classifier.num_classes} classes: labels not used", err=True)
+            batches, classes = (batch._replace(y=None) for batch in batches), None
+        progress = stack.enter_context(progress_bar(transient=True, disable=not ranks.first))
+        file = (
+            stack.enter_context(prediction_file(out, images.name, classes, ranks))
+            if run is None
+            else PredictionWriter(run.file, suffix, images.name, classes, ranks)
+        )
+        task = progress.add_task(f"{method} on {data.name}", total=total, completed=0 if run is None else run.position)
 
         def on_batch(record: Any, batch: Any, logits: Any) -> None:
             file.write(batch, logits)
+            if run is not None:
+                run.note(record, batch)
             progress.advance(task)
 
-        [record] = mgtta.evaluate(adapted, batches, reset="never", on_batch=on_batch)
+        records = mgtta.evaluate(adapted, batches, reset="never", on_batch=on_batch)
+        if state is not None and ranks.first:
+            save_state(adapted, state)
+        if run is not None:
+            run.finish()
     [unreadable] = ranks.total([len(images.skipped)])
     if not ranks.first:
         return
-    if state is not None:
-        write_tree(state, adapted.state_dict(), {"kind": STATE, "version": "1"})
-    accuracy = "" if record.top1 is None else f", {record.top1:.1f} % right"
+    done = run.totals if run is not None else Totals().plus(records[0]) if records else Totals()
+    accuracy = f", {100 * done.right / done.labelled:.1f} % right" if done.labelled else ""
     skipped = f", {unreadable:.0f} images unreadable" if unreadable else ""
+    alarms = f", {len(adapted.events)} alarms" if adapted.events else ""
     typer.echo(
-        f"{record.images} images{accuracy}; {record.updates} updates, {record.skipped} skipped{skipped} -> {out}"
+        f"{done.images} images{accuracy}; {done.updates} updates, {done.skipped} skipped{skipped}{alarms} -> {out}"
     )
 
 
@@ -385,6 +409,12 @@ def _source(classifier: Any, source: str | None, clean: Path | None, size: int |
     raise ValueError("source statistics are needed: --source FILE, or --clean FOLDER of clean images")
 
 
+def _hash(names: list[str]) -> str:
+    import hashlib
+
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+
+
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
@@ -399,7 +429,7 @@ def _settings(pairs: list[str]) -> dict[str, Any]:
             raise ValueError(f"--set takes name=value, not {pair!r}")
         try:
             settings[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # the last two: nested too deeply
             settings[key] = value
     return settings
 

@@ -41,6 +41,7 @@ class Record:
     sizes: list[int] = field(default_factory=list)  # of each batch
     curve: list[int] = field(default_factory=list)  # correct predictions in each batch
     bins: list[list[float]] = field(default_factory=lambda: [[0.0] * 3 for _ in range(BINS)])  # see metrics.reliability
+    events: list[dict[str, Any]] = field(default_factory=list)  # what a guard did, see mgtta.guard
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,7 +86,7 @@ def _evaluate(
                 method.reset()
             records.append(Record(method.name, batch.domain))
             hits5 = left = left_hits = 0
-            before = method.updates, method.skipped
+            before = method.updates, method.skipped, len(method.events)
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
         record = records[-1]
@@ -96,6 +97,7 @@ def _evaluate(
         record.batches += 1
         record.sizes.append(int(images))
         record.updates, record.skipped = method.updates - before[0], method.skipped - before[1]
+        record.events = list(method.events[before[2] :])
         record.predict_seconds += predicting
         record.adapt_seconds += adapting
         record.seconds = record.predict_seconds + record.adapt_seconds

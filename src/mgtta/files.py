@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 TREE = "tree"  # metadata key: the shape of a nested state, see write_tree
+DIGEST = "sha256"  # metadata key: of all else in a nested state's file
 
 
 @contextmanager
@@ -86,7 +87,7 @@ def read_weights(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def write_tree(path: str | os.PathLike, tree: Any, metadata: Mapping[str, str]) -> None:
-    """Nested dicts and lists of tensors and plain values, as one safetensors file."""
+    """Nested dicts and lists of tensors and plain values, as one safetensors file that knows its own hash."""
     tensors: dict[str, Tensor] = {}
 
     def plain(node: Any) -> Any:
@@ -99,14 +100,16 @@ def write_tree(path: str | os.PathLike, tree: Any, metadata: Mapping[str, str]) 
             return {type(node).__name__: [plain(value) for value in node]}
         return {"value": node}
 
-    shape = json.dumps(plain(tree))
-    write_tensors(path, tensors, {**metadata, TREE: shape})
+    about = {**metadata, TREE: json.dumps(plain(tree))}
+    write_tensors(path, tensors, {**about, DIGEST: _digest(tensors, about)})
 
 
 def read_tree(path: str | os.PathLike) -> tuple[Any, dict[str, str]]:
     tensors, metadata = read_tensors(path)
     if TREE not in metadata:
         raise ValueError(f"{path} holds no saved state (its metadata has no {TREE!r} entry)")
+    if metadata.pop(DIGEST, None) != _digest(tensors, metadata):
+        raise ValueError(f"{path} is not as it was written: its hash is another; save it again")
 
     def build(node: dict[str, Any]) -> Any:
         [(kind, content)] = node.items()
@@ -121,8 +124,16 @@ def read_tree(path: str | os.PathLike) -> tuple[Any, dict[str, str]]:
 
     try:
         return build(json.loads(metadata[TREE])), metadata
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: the saved state in its header is damaged; save it again") from error
+
+
+def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def check_kind(metadata: Mapping[str, str], kind: str, version: int, path: str | os.PathLike, remedy: str) -> None:

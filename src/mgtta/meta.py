@@ -22,7 +22,7 @@ from mgtta import __version__
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS
 from mgtta.data.streams import corrupted, stream
 from mgtta.evaluation import evaluate
-from mgtta.files import fingerprint, read_tree, write_tree
+from mgtta.files import check_kind, fingerprint, read_tree, write_tree
 from mgtta.generator import MetaGradientGenerator
 from mgtta.losses import objective
 from mgtta.methods.mgtta import MGTTA
@@ -30,6 +30,9 @@ from mgtta.models import Classifier, as_classifier
 from mgtta.optim.mgg import BETAS, EPS, MGG, generator_inputs
 from mgtta.params import norm_parameters
 from mgtta.source import SourceStatistics
+
+KIND = "mgtta training run"
+VERSION = 1
 
 
 def meta_train(
@@ -243,10 +246,11 @@ class _Trainer:
             "outer": self.outer.state_dict(),
             "pending": self.pending,
         }
-        write_tree(path, state, {"kind": "mgtta training run"})
+        write_tree(path, state, {"kind": KIND, "version": str(VERSION)})
 
     def resume(self, path: str | os.PathLike, protocol: dict[str, Any]) -> None:
-        state, _ = read_tree(path)
+        state, metadata = read_tree(path)
+        check_kind(metadata, KIND, VERSION, path, "meta_train writes one as its checkpoint")
         if not isinstance(state, dict) or {**state.get("protocol", {}), "steps": 0} != {**protocol, "steps": 0}:
             raise ValueError(f"{path} belongs to a training run with other settings; name another file, or delete it")
         with torch.no_grad():

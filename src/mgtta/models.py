@@ -133,6 +133,16 @@ class Classifier(nn.Module):
             layer.register_forward_pre_hook(_batch_statistics_where_defined)
         return self.train()
 
+    def use_running_statistics(self) -> "Classifier":
+        """Let BatchNorm layers normalise by their running statistics: what `use_batch_statistics` did, undone."""
+        self._uses_batch_statistics = False
+        for layer in batch_norms(self.net):
+            layer.track_running_stats = True
+            for key, hook in list(layer._forward_pre_hooks.items()):
+                if hook is _batch_statistics_where_defined:
+                    del layer._forward_pre_hooks[key]
+        return self.train()
+
     def train(self, mode: bool = True) -> "Classifier":
         super().train(False)
         if self._uses_batch_statistics:

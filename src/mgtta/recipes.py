@@ -14,6 +14,7 @@ from mgtta.distributed import ranks_of
 from mgtta.errors import unknown
 from mgtta.fisher import Fisher, load_fisher
 from mgtta.generator import MetaGradientGenerator
+from mgtta.guard import Guard, guarded
 from mgtta.methods.base import Method
 from mgtta.methods.bn import BatchNormStatistics
 from mgtta.methods.cotta import CoTTA
@@ -311,6 +312,7 @@ def create(
     max_updates: int | None = None,
     max_seconds: float | None = None,
     process_group: ProcessGroup | None = None,
+    guard: Guard | bool = False,
     **settings: Any,
 ) -> Method:
     """The method of a recipe around a copy of the model; `settings` overrides what the recipe's paper says.
@@ -319,12 +321,14 @@ def create(
         max_updates, max_seconds: when one is spent, the method only predicts.
         process_group: ranks that share every batch, such as torch.distributed.group.WORLD. Each creates the same
             method and calls it, batch by batch, with its share of the images, which may be none.
+        guard: True, or mgtta.Guard(...): watch for collapse, see mgtta.guard.
     """
     function = recipe_of(name)
     parameters = recipe_settings(name)
     for key in settings:
         if key not in parameters:
-            raise unknown(f"setting of {name}", key, [*parameters, "max_updates", "max_seconds", "process_group"])
+            valid = [*parameters, "max_updates", "max_seconds", "guard", "process_group"]
+            raise unknown(f"setting of {name}", key, valid)
     if "source" in parameters and settings.get("source") is None:
         raise ValueError(f"{name} needs source=...: mgtta.source_statistics(model, clean_images) makes it")
     _check_number("max_updates", max_updates, int)
@@ -335,10 +339,12 @@ def create(
     method.name = function.__name__
     method.max_updates, method.max_seconds = max_updates, max_seconds
     if process_group is not None:
+        if guard is not False:
+            raise ValueError("a guard judges by the images of its own rank: it cannot stand over several")
         method.join(ranks_of(process_group))
         chosen = repr((max_updates, max_seconds, sorted(settings.items())))  # of tensors, a few digits of some numbers
         method.ranks.agree("model, method and settings", [method.fingerprint, method.kind, chosen])
-    return method
+    return method if guard is False else guarded(method, guard)
 
 
 def _check_number(name: str, value: Any, kind: type[int] | type[float]) -> None:

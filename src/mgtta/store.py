@@ -46,8 +46,9 @@ def _cells(content: bytes) -> dict[str, list[dict[str, Any]]]:
     for line in content.splitlines():
         try:
             record = json.loads(line)
-            found[record["cell"]][record["part"]] = record
-        except (ValueError, KeyError, TypeError):  # torn by a kill
+            cell, part = record["cell"], int(record["part"])
+            found[cell][part] = record
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):  # torn by a kill
             continue
     return {
         cell: [parts[i] for i in sorted(parts)]

@@ -181,6 +181,10 @@ class Stream:
         """The number of batches, as planned: unless `keeps_empty`, one whose images are all unreadable is left out."""
         return len(self.plan)
 
+    def after(self, batches: int) -> "Stream":
+        """What comes after the first so many planned batches."""
+        return Stream(self.domains, self.plan[batches:], self.seed, self.workers, self.device, self.keeps_empty)
+
     def __iter__(self) -> Iterator[Batch]:
         loader = DataLoader(
             _Loaded(self.domains, self.plan, self.seed if self.device is None else None),

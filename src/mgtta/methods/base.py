@@ -1,8 +1,10 @@
 """What every method is: a classifier that predicts, then adapts, on every call, and never sees a label."""
 
 import copy
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -15,6 +17,36 @@ from mgtta.models import Classifier
 from mgtta.params import batch_norms
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
+
+
+class Turn:
+    """A lock that every copy has afresh."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Turn":
+        return memo.setdefault(id(self), Turn())
+
+    def __reduce__(self) -> tuple[type["Turn"], tuple[()]]:
+        return Turn, ()
+
+
+def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method's function that one thread enters at a time: others wait."""
+
+    @wraps(function)
+    def waiting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._turn:
+            return function(self, *args, **kwargs)
+
+    return waiting
 
 
 class Method(nn.Module):
@@ -30,16 +62,21 @@ class Method(nn.Module):
         random: the method's own generator, on the CPU, where it draws any random numbers; see `seed`.
         max_updates, max_seconds: budgets; when one is spent the method only predicts.
         ranks: those who share every batch; see `join`.
+        events: what a guard did, see mgtta.guard.
+
+    Threads that share a method take turns: a call, a reset, a state saved or loaded is never mixed with another.
     """
 
     optimizer: Optimizer | None = None
     random: torch.Generator | None = None
+    events: Sequence[dict[str, Any]] = ()
     needs: tuple[str, ...] = ()  # beside the model and the images, as `mgtta list` shows it
     ranks: Alone = ALONE
     shares_batches = False  # whether all that hangs on a whole batch is asked of `ranks`
 
     def __init__(self, model: Classifier):
         super().__init__()
+        self._turn = Turn()
         self.name = type(self).__name__  # `create` puts the recipe's here
         self.model = copy.deepcopy(model).requires_grad_(False)
         self.fingerprint = model.fingerprint()
@@ -80,6 +117,7 @@ class Method(nn.Module):
         self.model.takes_empty = True
         self.ranks = ranks
 
+    @in_turn
     def forward(self, x: Tensor) -> Tensor:
         """The logits (N, C) of x from before its update, detached; then the update."""
         self._remember_start()
@@ -112,6 +150,7 @@ class Method(nn.Module):
             self.max_seconds is not None and self.seconds >= self.max_seconds
         )
 
+    @in_turn
     def reset(self) -> None:
         """Exactly the source model again, with fresh optimizer, memory and counters."""
         if self._start is not None:
@@ -130,8 +169,9 @@ class Method(nn.Module):
         """What a state must share with the method that loads it: class, optimizer and generator."""
         return " with ".join([type(self).__name__, *_kinds(self.optimizer)])
 
+    @in_turn
     @torch.inference_mode(False)
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """All that adaptation has changed, as copies: parameters, buffers, optimizer, counters."""
         if args or kwargs:  # inside another module: torch's own
             return super().state_dict(*args, **kwargs)
@@ -147,7 +187,8 @@ class Method(nn.Module):
             }
         )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
+    @in_turn
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on exactly where `state_dict` was taken. A state that does not fit changes nothing."""
         self._remember_start()
         before = self.state_dict()

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from mgtta.alarms import guard_words
 from mgtta.report.paired import Difference, differences
 from mgtta.report.summary import MEAN, Figure, Section, unique
 
@@ -82,7 +83,7 @@ def notes(section: Section) -> str:
         text += " –: not run, not finished on all domains, or without labels."
     if section.repeated:
         text += f" {many(section.repeated, 'record')} that repeat others' work are left out."
-    return text
+    return text + guard_words(section.records)
 
 
 def sentence(d: Difference) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mgtta.files import atomic
+from mgtta.records import checked
 from mgtta.report.examples import Example, embedded_examples
 from mgtta.report.page import page
 from mgtta.report.summary import sections
@@ -29,7 +30,7 @@ def write_report(
     records = Store(folder).records()
     if not records:
         raise ValueError(f"{folder / 'records.jsonl'} holds no finished records yet: let `mgtta bench` finish a cell")
-    found = sections(records)
+    found = sections(checked(records))
     if isinstance(examples, bool):
         examples = embedded_examples(records) if examples else ()
     out = folder if out is None else Path(out)

@@ -1,0 +1,250 @@
+"""The guard: it leaves a sound method alone, stops a failing one, and is saved, reset and resumed with it."""
+
+import copy
+import pickle
+from itertools import pairwise
+
+import pytest
+import torch
+from conftest import CLASSES, confident_vit, convnet, images
+from test_methods import CANNOT, make, same, stream
+
+import mgtta
+from mgtta.alarms import guard_words
+from mgtta.files import read_tree, write_tree
+from mgtta.guard import WINDOW, Guard, Guarded, Watch, _lost, excess
+from mgtta.methods.base import GradientMethod
+from mgtta.recipes import RECIPES
+
+OFTEN = Guard(every=4, images=4, sure=0.2, anchors=3)  # asked at every batch of the tests
+RATE = 1.0
+
+
+class Bent(GradientMethod):
+    """A method that pulls every prediction to the class that the source gives least often."""
+
+    def __init__(self, model):
+        super().__init__(model, mgtta.norm_parameters, lambda params: torch.optim.SGD(params, lr=RATE))
+        self.target = int(torch.bincount(model(images(64, seed=3)).argmax(1), minlength=CLASSES).argmin())
+
+    def loss(self, x):
+        logits = self.model(x)
+        return logits, -logits[:, self.target].mean()
+
+
+@pytest.fixture
+def sure_model():
+    return mgtta.load_model(confident_vit())
+
+
+def agreement(logits, model, x):
+    return float((logits.argmax(1) == model(x).argmax(1)).float().mean())
+
+
+@pytest.fixture(params=RECIPES)
+def guarded(request, any_model):
+    if (request.param, request.node.callspec.params["any_model"]) in CANNOT:
+        pytest.skip("such a model cannot be taken")
+    return make(request.param, any_model, guard=OFTEN)
+
+
+def test_the_contract_holds_for_every_recipe(guarded, tmp_path):
+    assert isinstance(guarded, Guarded)
+    assert guarded.name in RECIPES
+    start = copy.deepcopy(guarded.model.state_dict())
+    xs = stream(6)
+    straight = [guarded(x) for x in xs]
+    assert all(y.shape == (4, CLASSES) and y.isfinite().all() and not y.requires_grad for y in straight)
+    guarded.reset()
+    assert guarded.updates == 0
+    assert not guarded.events
+    assert all(torch.equal(t, start[name]) for name, t in guarded.model.state_dict().items())
+    for x in xs[:3]:
+        guarded(x)
+    write_tree(tmp_path / "state", guarded.state_dict(), {})
+    other = copy.deepcopy(guarded)
+    other.reset()
+    other(images(4, seed=77))
+    other.load_state_dict(read_tree(tmp_path / "state")[0])
+    assert same(other.state_dict(), guarded.state_dict())
+    assert all(torch.equal(a, other(x)) for a, x in zip(straight[3:], xs[3:], strict=True))
+
+
+def test_a_sound_method_is_left_alone(guarded):
+    """With a tolerance that nothing exceeds, predictions and state are those of the method without a guard."""
+    watched = mgtta.guarded(guarded.method, Guard(every=4, images=4, tolerance=0.999, anchors=3))
+    plain = copy.deepcopy(guarded.method)
+    assert all(torch.equal(watched(x), plain(x)) for x in stream(6))
+    mine, theirs = watched.method.state_dict(), plain.state_dict()
+    mine["counters"].pop("seconds")
+    theirs["counters"].pop("seconds")
+    assert same(mine, theirs)
+
+
+@pytest.mark.parametrize("policy", ["rollback", "slow", "source"])
+def test_a_collapse_is_seen_and_undone(sure_model, policy):
+    plain = Bent(sure_model)
+    held = mgtta.guarded(Bent(sure_model), Guard(policy=policy, sure=0.3, every=64, images=16, rest=64))
+    fine = []
+    for x in stream(12, batch=16):
+        plain(x)
+        fine.append(agreement(held(x), sure_model, x))
+    assert agreement(plain.predict(images(64)), sure_model, images(64)) < 0.5
+    assert sum(fine) / len(fine) > 0.9  # at an alarm the batch is given the source's predictions
+    assert {event["action"] for event in held.events} == {policy}
+    assert all(event["lost"] > 0 and event["distance"] > 0 for event in held.events)
+    assert {"entropy", "diversity", "features"} <= held.events[0].keys()
+    pace = 0.1 ** len(held.events) if policy == "slow" else 1.0
+    assert held.optimizer.param_groups[0]["lr"] == pytest.approx(pace * RATE)
+    held.reset()
+    assert held.optimizer.param_groups[0]["lr"] == RATE
+    assert held.watch == Watch()
+
+
+def test_the_ladder_and_its_rest(sure_model):
+    guard = Guard(policy=("rollback", "source"), sure=0.3, every=16, images=16, rest=32)
+    held = mgtta.guarded(Bent(sure_model), guard)
+    updates = []
+    for x in stream(16, batch=16):
+        held(x)
+        updates.append(held.updates)
+    actions = [(event["action"], event["image"]) for event in held.events]
+    assert [action for action, _ in actions][:3] == ["rollback", "source", "source"]
+    rests = [later - sooner for (_, sooner), (_, later) in pairwise(actions[1:])]
+    assert all(rest >= 32 * 2**i for i, rest in enumerate(rests))  # it rests, tries again, and rests twice as long
+    assert held.watch.rest_until - actions[-1][1] == 32 * 2 ** len(rests)
+    assert updates == sorted(updates)  # counts are never rolled back
+
+
+def test_batch_norm_falls_back_to_the_running_statistics():
+    model = mgtta.load_model(convnet("batch"))
+    held = mgtta.create("tent", model, guard=Guard(policy="source"))
+    held.watch.rest_until = 10**6
+    x = images(4)
+    assert torch.equal(held(x), model(x))
+    assert not torch.equal(held.method.predict(x), model(x))
+
+
+def test_anchors_serve_where_the_batch_says_nothing(sure_model):
+    anchors = images(16, seed=5)
+    guard = Guard(policy="source", sure=0.3, every=8, images=8, anchors=anchors)
+    held = mgtta.guarded(Bent(sure_model), guard)
+    grey = torch.full((8, 3, 32, 32), 0.5)
+    source = held._ask
+    held._ask = lambda x: (torch.zeros_like(source(x)[0]), source(x)[1])  # the source is sure of no image any more
+    for _ in range(6):
+        held(grey)
+    assert held.events
+
+
+def test_a_source_that_is_unsure_allows_more():
+    assert excess(1, 0, 20, 0.01) == pytest.approx(5)
+    assert excess(1, 20, 20, 0.01) == pytest.approx(5 / 3)
+    watch = Watch()
+    for _ in range(100):
+        watch.count(torch.full((64,), 0.08), torch.ones(64, dtype=torch.bool))
+    assert watch.weight == pytest.approx(WINDOW)
+    assert watch.share == pytest.approx(0.08)
+    assert watch.alarming(0.01)
+    assert not watch.alarming(0.08)
+
+
+def test_what_counts_as_lost():
+    asked = torch.tensor([[9.0, 0.0, 0.0], [9.0, 0.0, 0.0], [0.1, 0.0, 0.0], [9.0, 0.0, 0.0], [float("nan")] * 3])
+    logits = torch.tensor([[1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0], [float("nan")] * 3, [1.0, 0, 0]])
+    lost, sure = _lost(asked, logits, 0.9)
+    assert sure.tolist() == [True, True, False, True, False]
+    assert lost.tolist() == pytest.approx([0, 1, 0, 1, 0], abs=1e-3)
+
+
+def test_events_are_in_the_records(sure_model):
+    held = mgtta.guarded(Bent(sure_model), Guard(sure=0.3, every=16, images=16))
+    batches = [_batch(x, domain) for domain in ("a", "b") for x in stream(4, batch=16)]
+    records = mgtta.evaluate(held, batches, reset="never")
+    assert sum((record.events for record in records), []) == held.events
+    assert records[0].events
+
+
+def test_the_report_tells():
+    event = {"action": "slow", "image": 9}
+    record = {"method": "tent", "domain": "f|og", "events": [event, event, {"action": "source"}, {"action": "?"}, 5]}
+    assert guard_words([record, {"method": "a"}]) == " The guard acted (tent on f?og: 2 x slow, 1 x source)."
+    assert guard_words([{"events": None}, {"events": []}]) == ""
+
+
+def _batch(x, domain):
+    from mgtta.data.streams import Batch
+
+    return Batch(x, None, domain, torch.arange(len(x)))
+
+
+def test_copies_pickles_and_other_dtypes(sure_model):
+    held = mgtta.create("eata", sure_model, guard=OFTEN)
+    held(images(4))
+    for twin in (copy.deepcopy(held), pickle.loads(pickle.dumps(held))):
+        assert torch.equal(twin(images(4, seed=1)), copy.deepcopy(held)(images(4, seed=1)))
+    held.double()
+    assert held(images(4, seed=2)).dtype == torch.float64
+    shared = dict(held.source.named_parameters())
+    own = dict(held.model.named_parameters())
+    assert all((shared[name] is own[name]) == (name not in held.adapted) for name in own)
+
+
+def test_in_and_out_of_inference_mode(sure_model):
+    held = mgtta.create("eata", sure_model, guard=OFTEN)
+    with torch.inference_mode():
+        for x in stream(4):
+            held(x)
+        state = held.state_dict()
+    for x in stream(4):
+        held(x)
+    held.load_state_dict(state)
+    assert held(images(4)).isfinite().all()
+
+
+def test_a_look_takes_as_many_batches_as_it_needs(sure_model):
+    held = mgtta.create("tent", sure_model, guard=Guard(every=100, images=6))
+    asked = []
+    ask = held._ask
+    held._ask = lambda x: asked.append(len(x)) or ask(x)
+    for x in stream(10, batch=2):
+        held(x)
+    assert asked[:3] == [2, 2, 2]  # begins with the second batch
+    assert len(asked) < 10
+
+
+def test_states_that_do_not_fit(sure_model):
+    held = mgtta.create("tent", sure_model, guard=True)
+    held(images(4))
+    before = held.state_dict()
+    strangers = [
+        mgtta.create("tent", sure_model).state_dict(),
+        mgtta.create("eata", sure_model, guard=True).state_dict(),
+        {**before, "guard": {}},
+        {**before, "guard": None},
+        {**before, "guard": {**before["guard"], "images": "many"}},
+        {**before, "guard": {**before["guard"], "snapshot": {"params": {}}}},
+        {**before, "guard": {**before["guard"], "anchors": torch.zeros(2)}},
+    ]
+    for state in strangers:
+        with pytest.raises(ValueError, match="state"):
+            held.load_state_dict(state)
+        assert same(held.state_dict(), before)
+
+
+def test_settings_are_checked(sure_model):
+    with pytest.raises(ValueError, match=r"unknown policy of a guard 'stop'; valid: rollback, slow, source"):
+        Guard(policy="stop")
+    for wrong in ({"tolerance": 0.0}, {"every": 0}, {"policy": ()}, {"slower": 2.0}, {"sure": 1.5}):
+        with pytest.raises(ValueError):
+            Guard(**wrong)
+    with pytest.raises(TypeError, match="guard must be True"):
+        mgtta.create("tent", sure_model, guard="yes")
+    held = mgtta.create("tent", sure_model, guard=True)
+    with pytest.raises(ValueError, match="guarded already"):
+        mgtta.guarded(held)
+
+
+def test_a_guard_over_several_ranks_is_refused():
+    with pytest.raises(ValueError, match="cannot stand over several"):
+        mgtta.create("tent", mgtta.load_model(vit()), guard=True, process_group=object())
