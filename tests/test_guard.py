@@ -247,4 +247,4 @@ def test_settings_are_checked(sure_model):
 
 def test_a_guard_over_several_ranks_is_refused():
     with pytest.raises(ValueError, match="cannot stand over several"):
-        mgtta.create("tent", mgtta.load_model(vit()), guard=True, process_group=object())
+        mgtta.create("tent", mgtta.load_model(confident_vit()), guard=True, process_group=object())
