@@ -68,7 +68,7 @@ class Listening(Ranks):
 
 
 def measure(rank: int, folder: str) -> None:
-    os.setsid()  # on a busy machine Linux gives each session its share, and processes of one session divide theirs
+    os.setsid()  # a scheduling group of its own: processes of one group divide its share of a busy machine
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     torch.set_num_threads(1)
     rows = [compare(rank, name, method, *MODELS[name]) for name in MODELS for method in METHODS]
@@ -229,8 +229,8 @@ Steps: {steps}. The ways take turns, step by step, in the same two processes of 
 {about["machine"]}, {about["cores"]} cores, torch {about["torch"]}, gloo. Other work ran on the machine at the same time
 (load average {about["load"][0]:.1f} at the start, {about["load"][1]:.1f} at the end), so that a second process does not
 find a second core free: "apart / one" says how much it finds, and "ranks / apart" what sharing costs. The ratios are
-those of the medians. Each process has a session of its own: on a busy machine Linux divides the cores among sessions
-first, and within one session the second process found next to nothing, as a rank or apart.
+those of the medians. Each process is a scheduling group of its own (setsid): Linux divides a busy machine among such
+groups first, and within one group the second process found next to nothing, as a rank or apart.
 
 {table(result)}
 
