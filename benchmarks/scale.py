@@ -68,6 +68,7 @@ class Listening(Ranks):
 
 
 def measure(rank: int, folder: str) -> None:
+    os.setsid()  # a scheduling group of its own: processes of one group divide its share of a busy machine
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     torch.set_num_threads(1)
     rows = [compare(rank, name, method, *MODELS[name]) for name in MODELS for method in METHODS]
@@ -217,8 +218,8 @@ def page(result: dict[str, Any]) -> str:
 
 Command: `{about["command"]}`
 
-Images a second that are predicted and learned from: the median, the range between the quartiles, and the best step,
-of {steps}. The ways take turns, step by step, in the same two processes of one thread each:
+Images a second that are predicted and learned from: the median, the range between the quartiles, and the best step.
+Steps: {steps}. The ways take turns, step by step, in the same two processes of one thread each:
 
 - one process: the whole batch, while the other process waits;
 - two processes apart: half of the batch each, and each learns for itself, without a message. That is what the machine
@@ -226,9 +227,10 @@ of {steps}. The ways take turns, step by step, in the same two processes of one 
 - two ranks: half of the batch each, and both learn as one process does from all of it.
 
 {about["machine"]}, {about["cores"]} cores, torch {about["torch"]}, gloo. Other work ran on the machine at the same time
-(load average {about["load"][0]:.1f} at the start, {about["load"][1]:.1f} at the end), so that a second process did not
-find a second core free: "apart / one" says how much it found, and "ranks / apart" what sharing costs. The ratios are
-those of the medians.
+(load average {about["load"][0]:.1f} at the start, {about["load"][1]:.1f} at the end), so that a second process does not
+find a second core free: "apart / one" says how much it finds, and "ranks / apart" what sharing costs. The ratios are
+those of the medians. Each process is a scheduling group of its own (setsid): Linux divides a busy machine among such
+groups first, and within one group the second process found next to nothing, as a rank or apart.
 
 {table(result)}
 
