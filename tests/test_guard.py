@@ -142,11 +142,16 @@ def test_a_source_that_is_unsure_allows_more():
     assert excess(1, 20, 20, 0.01) == pytest.approx(5 / 3)
     watch = Watch()
     for _ in range(100):
-        watch.count(torch.full((64,), 0.08), torch.ones(64, dtype=torch.bool))
+        watch.look = [64.0, 64 * 0.08, 0.0]
+        watch.end_look()
     assert watch.weight == pytest.approx(WINDOW)
     assert watch.share == pytest.approx(0.08)
     assert watch.alarming(0.01)
     assert not watch.alarming(0.08)
+    watch.look = [64.0, 0.0, 64.0]  # noise
+    assert watch.share == pytest.approx(0.08)
+    watch.look = [64.0, 64.0, 0.0]  # half a look is heard as well
+    assert watch.share == pytest.approx(0.54)
 
 
 def test_what_counts_as_lost():

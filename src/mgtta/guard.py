@@ -35,7 +35,7 @@ WINDOW = 128  # images that the estimate of what is lost looks back on
 DEVIATIONS = 1.5  # standard errors by which that estimate must be above what is tolerated
 FACTOR = 2.0  # by which entropy may rise or fall, and diversity fall, before the source is asked; and of doubt
 EVENTS = 1000  # that are kept, the first ones: a run may last for ever
-MEMORY = 0.9  # of the running entropy and diversity, for a batch of 64 images
+MEMORY = 0.5  # of the running entropy and diversity, for a batch of 64 images
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,21 +110,32 @@ class Watch:
 
     @property
     def share(self) -> float:
-        return self.lost / self.weight if self.weight else 0.0
+        lost, _, images = self.seen()
+        return lost / images if images else 0.0
 
-    def count(self, lost: Tensor, sure: Tensor) -> None:
-        """Take what was lost at some images (N,), and of which the source was sure, into the window."""
-        keep = min(1.0, max(WINDOW - len(lost), 0) / self.weight) if self.weight else 0.0
-        self.lost = keep * self.lost + float(lost.sum())
-        self.unsure = keep * self.unsure + float((~sure).sum())
-        self.weight = keep * self.weight + len(lost)
+    def seen(self) -> tuple[float, float, float]:
+        """Lost, unsure and all images of the window, with the look that lasts.
+
+        Noise, of which the source is never sure, speaks neither for a method nor against it, and does not count.
+        """
+        images, lost, unsure = self.look
+        if unsure == images:
+            return self.lost, self.unsure, self.weight
+        keep = min(1.0, max(WINDOW - images, 0) / self.weight) if self.weight else 0.0
+        return keep * self.lost + lost, keep * self.unsure + unsure, keep * self.weight + images
+
+    def end_look(self) -> None:
+        self.lost, self.unsure, self.weight = self.seen()
+        self.look = [0.0, 0.0, 0.0]
 
     def excess(self, tolerance: float) -> float:
-        return excess(self.lost, self.unsure, self.weight, tolerance) if self.weight else 0.0
+        lost, unsure, images = self.seen()
+        return excess(lost, unsure, images, tolerance) if images else 0.0
 
     def alarming(self, tolerance: float) -> bool:
         """Whether more is lost than tolerated, beyond chance."""
-        return self.lost > 0 and self.excess(tolerance) * (1 - DEVIATIONS / math.sqrt(self.lost)) > 1
+        lost, _, _ = self.seen()
+        return lost > 0 and self.excess(tolerance) * (1 - DEVIATIONS / math.sqrt(lost)) > 1
 
 
 def excess(lost: float, unsure: float, images: float, tolerance: float) -> float:
@@ -295,11 +306,10 @@ class Guarded(Method):
         """Ask the source about x, or some of it; on alarm act, and give the source's logits in the place of these."""
         watch, guard = self.watch, self.guard
         if not watch.left:
-            watch.look, watch.left = [0.0, 0.0, 0.0], WINDOW // 2 if watch.doubt or self._wary() else guard.images
+            watch.left = WINDOW // 2 if watch.doubt or self._wary() else guard.images
         some = x[: watch.left]
         asked, source_features = self._ask(some)
         lost, sure = _lost(asked, logits[: len(some)], guard.sure)
-        watch.count(lost, sure)
         watch.left -= len(some)
         seen = (len(lost), float(lost.sum()), float((~sure).sum()))
         watch.look = [a + b for a, b in zip(watch.look, seen, strict=True)]
@@ -324,6 +334,7 @@ class Guarded(Method):
         """Draw the conclusions of a look that is complete; True where the anchors raise an alarm."""
         watch, guard = self.watch, self.guard
         images, lost, unsure = watch.look
+        watch.end_look()
         watch.asked_at = watch.images
         watch.there = {name: p.detach().clone() for name, p in self.method.adapted.items()}
         watch.doubt = excess(lost, unsure, images, guard.tolerance) > FACTOR
@@ -370,6 +381,7 @@ class Guarded(Method):
         self._restore()
         watch.snapshot = None  # what raises an alarm again was not good
         watch.lost = watch.unsure = watch.weight = 0.0
+        watch.look = [0.0, 0.0, 0.0]
         watch.doubt, watch.left = False, 0
         watch.there = watch.entropy = watch.probs = None
         watch.good = {}
