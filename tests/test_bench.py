@@ -456,6 +456,7 @@ def test_an_interrupt_leaves_a_store_to_go_on_from(tmp_path):
     code = """
 import os, signal, sys
 from mgtta.progress import Lines
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 finish = Lines.cell
 def cell(self, *arguments):
     finish(self, *arguments)
