@@ -456,7 +456,6 @@ def test_an_interrupt_leaves_a_store_to_go_on_from(tmp_path):
     code = """
 import os, signal, sys
 from mgtta.progress import Lines
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 finish = Lines.cell
 def cell(self, *arguments):
     finish(self, *arguments)
@@ -466,6 +465,7 @@ sys.argv = ["mgtta", "bench", "corruptions", "--methods", "noadapt", "--images",
             "--out", sys.argv[1], "--device", "cpu"]
 from mgtta.cli import main
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     main()
 """
     script = tmp_path / "script.py"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mgtta.errors import unknown
 from mgtta.methods.base import Method
-from mgtta.metrics import BINS, correct, expected_calibration_error, reliability
+from mgtta.metrics import BINS, counts, expected_calibration_error
 
 RESETS = ("domain", "never")
 
@@ -125,8 +125,7 @@ def _counts(logits: Tensor, y: Tensor | None) -> list[float]:
     """Images, labelled images, right ones, those right among the best five, and the bins' counts, row by row."""
     if y is None or not len(y):
         return [float(len(logits)), 0.0, 0.0, 0.0, *[0.0] * (3 * BINS)]
-    bins = reliability(logits, y).flatten().tolist()
-    return [float(len(logits)), float(len(y)), correct(logits, y), correct(logits, y, k=5), *bins]
+    return [float(len(logits)), float(len(y)), *counts(logits, y)]
 
 
 class _Clock:
