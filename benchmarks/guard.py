@@ -166,7 +166,7 @@ def main() -> None:
     protocol = {
         "model": model.name, "weights": model.fingerprint(), "seed": args.seed, "batch_size": 64,
         "corruptions": "the 15, severity 5", "versions": {"mgtta": mgtta.__version__, "torch": torch.__version__},
-        "command": "python benchmarks/guard.py --images 20000 --out results",
+        "command": command(args, parser),
     }  # fmt: skip
     path = args.out / "guard.json"
     for stream_name in args.streams.split(","):
@@ -184,6 +184,14 @@ def main() -> None:
     with atomic(args.out / "guard.md") as temporary:
         temporary.write_text(page(protocol, rows))
     print(summary(rows))
+
+
+def command(args: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
+    words = ["python benchmarks/guard.py"]
+    for name, value in vars(args).items():
+        if value != parser.get_default(name) or name in ("images", "out"):
+            words += [f"--{name}", f'"{value}"' if " " in str(value) else str(value)]
+    return " ".join([*words[:-1], "results"])
 
 
 def known(path: Path, protocol: dict) -> list[dict]:
