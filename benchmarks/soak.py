@@ -1,8 +1,9 @@
 """A long run in small batches on the embedded characters: are memory and step time flat, and a frozen model frozen?
 
 MGTTA under a guard takes an endless stream of corrupted characters, two at a time. Memory is what the process holds
-(resident, after a collection) and time the median of a step, in the first and the last quarter of the run. Beside it a
-NoAdapt predicts the same four images now and then: bit for bit the same.
+(resident, after a collection) and time the median of a step, in the first and the last quarter of the run. A machine
+that others use as well is now faster, now slower, so at every tenth batch a frozen model predicts it too, and a step is
+also given in units of that. The frozen model predicts the same four images now and then: bit for bit the same.
 
 python benchmarks/soak.py --batches 20000 --out results
 """
@@ -40,7 +41,7 @@ def endless(images: int, batch_size: int):
 
 
 def soak(method: Method, frozen: Method, batches: int, batch_size: int, images: int = 64, samples: int = 200) -> dict:
-    seconds, memory, drift = [], [], 0.0
+    seconds, relative, memory, drift = [], [], [], 0.0
     probe = Glyphs(4).tensors()[0]
     expected = frozen(probe)
     every = max(1, batches // samples)
@@ -48,6 +49,10 @@ def soak(method: Method, frozen: Method, batches: int, batch_size: int, images: 
         began = time.process_time()
         method(batch.x)
         seconds.append(time.process_time() - began)
+        if i % 10 == 0:
+            began = time.process_time()
+            frozen(batch.x)
+            relative.append(seconds[-1] / (time.process_time() - began))
         if i % every == 0:
             memory.append(resident())
             drift = max(drift, float((frozen(probe) - expected).abs().max()))
@@ -56,6 +61,7 @@ def soak(method: Method, frozen: Method, batches: int, batch_size: int, images: 
         "batch_size": batch_size,
         "memory": _quarters(memory),
         "seconds": _quarters(seconds),
+        "relative": _quarters(relative),
         "drift": drift,
         "updates": method.updates,
         "events": len(method.events),
@@ -71,14 +77,16 @@ def _quarters(values: list) -> dict:
 
 
 def page(found: dict) -> str:
-    memory, seconds = found["memory"], found["seconds"]
+    memory, seconds, relative = found["memory"], found["seconds"], found["relative"]
     return (
         f"# A long run\n\n`{found['command']}`\n\n{found['method']} under a guard, {found['batches']:,} batches of "
         f"{found['batch_size']}, {found['model']}; medians of the first and the last quarter.\n\n"
         "| | first quarter | last quarter | growth, % |\n|---|---|---|---|\n"
         f"| memory, MiB | {memory['first'] / 2**20:.1f} | {memory['last'] / 2**20:.1f} | {memory['growth']:+.2f} |\n"
         f"| step, ms of CPU | {1e3 * seconds['first']:.2f} | {1e3 * seconds['last']:.2f} "
-        f"| {seconds['growth']:+.2f} |\n\n"
+        f"| {seconds['growth']:+.2f} |\n"
+        f"| step, in predictions of a frozen model | {relative['first']:.2f} | {relative['last']:.2f} "
+        f"| {relative['growth']:+.2f} |\n\n"
         f"Largest change of a frozen model's logits: {found['drift']:g}. Updates: {found['updates']:,}. "
         f"Alarms: {found['events']}.\n"
     )

@@ -61,8 +61,8 @@ class Guard:
     policy: Sequence[str] = ("slow", "slow", "source")
     tolerance: float = 0.01
     sure: float = 0.9
-    every: int = 512
-    images: int = 16
+    every: int = 400
+    images: int = 8
     moved: float = 0.05
     anchors: int | Tensor = 16
     slower: float = 0.1
