@@ -11,11 +11,12 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from marks import between
+
 from mgtta.files import atomic
 from mgtta.store import Store
 
 ROOT = Path(__file__).parent.parent
-START, END = "<!-- headline:start -->", "<!-- headline:end -->"
 LINES = {  # those drawn, and in which colour
     "mgtta": "#c0392b",
     "eq7_adam": "#2166ac",
@@ -125,18 +126,14 @@ def draw(methods: dict[str, list[dict[str, Any]]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def write_between(page: Path, text: str) -> None:
-    before, rest = page.read_text().split(START)
-    _, after = rest.split(END)
-    with atomic(page) as part:
-        part.write_text(f"{before}{START}\n{text}\n{END}{after}")
-
-
 def main() -> None:
     folder = Path(sys.argv[1])
     methods = by_method(folder)
     draw(methods, folder / "headline.svg")
-    write_between(ROOT / "README.md", table(methods))
+    readme = ROOT / "README.md"
+    page = between(readme.read_text(), "headline", table(methods))
+    with atomic(readme) as path:
+        path.write_text(page)
     print(table(methods))
 
 

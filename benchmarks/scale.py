@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from marks import between
 
 import mgtta
 from mgtta.distributed import Ranks, share
@@ -29,7 +30,6 @@ from mgtta.files import atomic
 from mgtta.store import Store
 
 ROOT = Path(__file__).parent.parent
-START, END = "<!-- scale:start -->", "<!-- scale:end -->"
 BATCH = 64
 MODELS = {"glyphs_vit": (48, 20), "deit_tiny_patch16_224": (224, 4)}  # name -> side of the images, steps
 COUNTED = (*MODELS, "vit_base_patch16_224")  # theirs is counted, not timed
@@ -333,10 +333,9 @@ def _gigabytes(who: dict[str, Any], both: bool) -> str:
 
 
 def write(result: dict[str, Any]) -> None:
-    for path, text in ((ROOT / "results" / "scale.md", page(result)), (ROOT / "docs" / "scale.md", None)):
-        if text is None:
-            before, rest = path.read_text().split(START)
-            text = f"{before}{START}\n{projection(result)}\n{END}{rest.split(END)[1]}"
+    docs = ROOT / "docs" / "scale.md"
+    projected = between(docs.read_text(), "scale", projection(result))
+    for path, text in ((ROOT / "results" / "scale.md", page(result)), (docs, projected)):
         with atomic(path) as temporary:
             temporary.write_text(text)
 
