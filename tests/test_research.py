@@ -64,7 +64,7 @@ def test_every_piece_of_the_objective_changes_it(research, model):
 
     plain_logits, plain = gradient()
     for change in ({"tokens": "patch"}, {"tokens": "both"}, {"history": 0.5}, {"entropy_weight": 0.0},
-                   {"balance": 1.0}, {"trade_off": 1.0}, {"late": True}):  # fmt: skip
+                   {"balance": 1.0}, {"trade_off": 1.0}, {"late": True}, {"noisy": 1.0}):  # fmt: skip
         logits, changed = gradient(**change)
         assert changed.isfinite().all()
         assert not torch.allclose(changed, plain), change
