@@ -660,6 +660,9 @@ def trainings(results: Results) -> list[Training]:
         own(inputs=TIME),
         own(inputs=RICH),
         own(inputs=RICH, lr=1e-2),
+        Training(inputs=RICH),
+        *(Training(inputs=inputs, objective=plus(results)) for inputs in (Training.inputs, RICH)),
+        Training(inputs=RICH, objective=plus(results), lr=1e-2),
     ]
 
 

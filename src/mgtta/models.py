@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -266,9 +267,23 @@ def as_classifier(model: nn.Module) -> Classifier:
     return model if isinstance(model, Classifier) else load_model(model)
 
 
+def hybrid_vit(stem: dict[str, Any], **architecture: Any) -> nn.Module:
+    """A timm VisionTransformer whose tokens come from early convolutions, each with BatchNorm (arXiv 2106.14881).
+
+    Each image is first brought to zero mean and unit variance, by a GroupNorm of one group.
+
+    stem: for each convolution, its `channels`, `kernel_size`, `stride` and `padding`, as for timm's ConvStem.
+    """
+    layers: dict[str, Any] = {name: tuple(values) for name, values in stem.items()}
+    depth = len(stem["channels"])
+    convolutions = timm.models.vision_transformer_hybrid.ConvStem(depth=depth, act_layer=nn.GELU, **layers)
+    embed = partial(timm.layers.HybridEmbed, backbone=nn.Sequential(nn.GroupNorm(1, 3), convolutions))
+    return timm.models.VisionTransformer(patch_size=1, embed_layer=embed, **architecture)
+
+
 def _shipped(name: str) -> nn.Module:
     tensors, metadata = read_tensors(shipped("models")[name])
-    net = timm.models.VisionTransformer(**json.loads(metadata["model"]))
+    net = hybrid_vit(**json.loads(metadata["model"]))
     net.load_state_dict({key: t.float() for key, t in tensors.items()})
     net.pretrained_cfg = json.loads(metadata["normalisation"])
     return net
