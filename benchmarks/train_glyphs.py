@@ -31,7 +31,7 @@ import mgtta
 from mgtta._timm import timm
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS, corrupt
 from mgtta.data.glyphs import CLASSES, SIZE, TEST_SEED, TRAIN_SEED, Glyphs
-from mgtta.models import hybrid_vit
+from mgtta.models import vision_transformer
 
 MEAN = STD = 0.5
 SEVERITY = 5
@@ -238,6 +238,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     add("--width", type=int, default=96)
     add("--depth", type=int, default=6)
     add("--heads", type=int, default=4)
+    add("--plain", action="store_true", help="patches in place of the convolutional stem: LayerNorm alone")
     add("--seed", type=int, default=0, help="of weights, batches and augmentation")
     add("--processes", type=int, default=os.cpu_count(), help="that render")
     add("--compile", action="store_true", help="torch.compile the model")
@@ -260,6 +261,11 @@ def render(n: int, seed: int, device: str, processes: int = 1) -> tuple[Tensor, 
     return images.to(device), labels.to(device)
 
 
+def stem(width: int) -> dict[str, list[int]]:
+    """Two convolutions: 48 -> 24 -> 8."""
+    return {"channels": [width // 4, width // 2], "kernel_size": [3, 3], "stride": [2, 3], "padding": [1, 1]}
+
+
 def main(words: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     """Returns the figures of each training."""
     args = parse(words)
@@ -280,15 +286,10 @@ def main(words: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
         "depth": args.depth,
         "num_heads": args.heads,
         "num_classes": len(CLASSES),
-        "stem": {  # 48 -> 24 -> 8 x 8 tokens
-            "channels": [args.width // 4, args.width // 2],
-            "kernel_size": [3, 3],
-            "stride": [2, 3],
-            "padding": [1, 1],
-        },
+        **({"patch_size": 6} if args.plain else {"stem": stem(args.width)}),  # 8 x 8 tokens, both
     }
     torch.manual_seed(args.seed)
-    model = hybrid_vit(**architecture).to(args.device)
+    model = vision_transformer(**architecture).to(args.device)
     initial = {name: p.clone() for name, p in model.state_dict().items()}
     say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters on {args.device}")
 
@@ -312,7 +313,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
             "versions": versions(),
         }
         short = strength.replace(",", "-").replace("=", "")
-        save(out / f"glyphs-vit-{short}.safetensors", weights, metadata)
+        save(out / f"glyphs-{'plain' if args.plain else 'vit'}-{short}.safetensors", weights, metadata)
         (out / "figures.json").write_text(json.dumps(trials, indent=1) + "\n")
     say(table(trials))
     return trials

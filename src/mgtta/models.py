@@ -229,7 +229,7 @@ def load_model(
 ) -> Classifier:
     """The Classifier of a timm name or of your own module, in evaluation mode, your module left untouched.
 
-    "glyphs_vit" is the small ViT that comes with the package, for mgtta.data.glyphs.
+    "glyphs_vit" and "glyphs_plain" are small ViTs that come with the package, for mgtta.data.glyphs.
 
     Args:
         checkpoint: safetensors, or a torch file of plain tensors; loaded strictly. Without it a timm name
@@ -267,23 +267,24 @@ def as_classifier(model: nn.Module) -> Classifier:
     return model if isinstance(model, Classifier) else load_model(model)
 
 
-def hybrid_vit(stem: dict[str, Any], **architecture: Any) -> nn.Module:
-    """A timm VisionTransformer whose tokens come from early convolutions, each with BatchNorm (arXiv 2106.14881).
+def vision_transformer(stem: dict[str, Any] | None = None, **architecture: Any) -> nn.Module:
+    """A timm VisionTransformer; with a stem, its tokens come from early convolutions (arXiv 2106.14881).
 
-    Each image is first brought to zero mean and unit variance, by a GroupNorm of one group.
-
-    stem: for each convolution, its `channels`, `kernel_size`, `stride` and `padding`, as for timm's ConvStem.
+    stem: for each convolution, its `channels`, `kernel_size`, `stride` and `padding`, as for timm's ConvStem, which
+        puts a BatchNorm after each.
     """
+    if stem is None:
+        return timm.models.VisionTransformer(**architecture)
     layers: dict[str, Any] = {name: tuple(values) for name, values in stem.items()}
     depth = len(stem["channels"])
     convolutions = timm.models.vision_transformer_hybrid.ConvStem(depth=depth, act_layer=nn.GELU, **layers)
-    embed = partial(timm.layers.HybridEmbed, backbone=nn.Sequential(nn.GroupNorm(1, 3), convolutions))
+    embed = partial(timm.layers.HybridEmbed, backbone=convolutions)
     return timm.models.VisionTransformer(patch_size=1, embed_layer=embed, **architecture)
 
 
 def _shipped(name: str) -> nn.Module:
     tensors, metadata = read_tensors(shipped("models")[name])
-    net = hybrid_vit(**json.loads(metadata["model"]))
+    net = vision_transformer(**json.loads(metadata["model"]))
     net.load_state_dict({key: t.float() for key, t in tensors.items()})
     net.pretrained_cfg = json.loads(metadata["normalisation"])
     return net

@@ -3,6 +3,8 @@
 With SGD or Adam in the optimizer's place it is the paper's ablation "w/o MGG".
 """
 
+import math
+
 from torch import Tensor
 
 from mgtta.losses import objective
@@ -16,8 +18,15 @@ class MGTTA(GradientMethod):
     needs = ("gradients", "source statistics")
     shares_batches = True
 
-    def __init__(self, model: Classifier, source: SourceStatistics, optimizer: OptimizerFactory, trade_off: float):
-        super().__init__(model, norm_parameters, optimizer)
+    def __init__(
+        self,
+        model: Classifier,
+        source: SourceStatistics,
+        optimizer: OptimizerFactory,
+        trade_off: float,
+        decay: float = math.inf,
+    ):
+        super().__init__(model, norm_parameters, optimizer, decay)
         source.check(model.name, self.fingerprint)
         self.source = source
         self.trade_off = trade_off
