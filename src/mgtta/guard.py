@@ -27,6 +27,7 @@ from mgtta.errors import unknown
 from mgtta.losses import entropy
 from mgtta.methods.base import Method
 from mgtta.models import Classifier
+from mgtta.params import batch_norms
 
 POLICIES = ("rollback", "slow", "source")
 CLOSER = 4  # times as often as usual the source is asked after an alarm
@@ -34,6 +35,7 @@ FEW = 4  # sure images under which a batch says too little, and the anchors are 
 WINDOW = 128  # images that the estimate of what is lost looks back on
 DEVIATIONS = 1.5  # standard errors by which that estimate must be above what is tolerated
 FACTOR = 2.0  # by which entropy may rise or fall, and diversity fall, before the source is asked; and of doubt
+BATCHWISE = 8  # times as much is tolerated where BatchNorm takes the batch's statistics, which changes much by itself
 EVENTS = 1000  # that are kept, the first ones: a run may last for ever
 MEMORY = 0.5  # of the running entropy and diversity, for a batch of 64 images
 
@@ -47,7 +49,8 @@ class Guard:
             last state found good; "slow": that, and a lower learning rate; "source": the source model, which
             predicts without adapting for `rest` images (twice as long each time), and then adapts afresh.
         tolerance: the share of predictions that may be lost where the source is sure of all images; three times
-            as many where it is sure of none.
+            as many where it is sure of none; eight times that for nets with BatchNorm, where the batch's own
+            statistics change many sure predictions, mostly for the better.
         sure: the source's confidence above which its prediction counts.
         every: images between two questions to the source, where nothing calls for one earlier.
         images: how many images of a batch the source is asked about.
@@ -158,6 +161,8 @@ class Guarded(Method):
         self._turn = method._turn
         method._remember_start()
         self.source = _source_model(method)
+        batchwise = method.model._uses_batch_statistics and bool(batch_norms(method.model.net))
+        self.tolerance = guard.tolerance * (BATCHWISE if batchwise else 1)
         self._scale = math.sqrt(sum(float(p.detach().square().sum()) for p in method.adapted.values())) or 1.0
         self.watch = self._fresh()
 
@@ -313,7 +318,7 @@ class Guarded(Method):
         watch.left -= len(some)
         seen = (len(lost), float(lost.sum()), float((~sure).sum()))
         watch.look = [a + b for a, b in zip(watch.look, seen, strict=True)]
-        alarm = watch.alarming(guard.tolerance)
+        alarm = watch.alarming(self.tolerance)
         if not watch.left:
             alarm = self._end_look() or alarm
         found = self.signals()
@@ -325,22 +330,22 @@ class Guarded(Method):
             return asked if len(asked) == len(x) else self._ask(x)[0]
         if not watch.left:
             watch.good = found
-            if before is not None and watch.weight >= WINDOW / 2 and watch.excess(guard.tolerance) <= 1:
+            if before is not None and watch.weight >= WINDOW / 2 and watch.excess(self.tolerance) <= 1:
                 watch.snapshot = before
         self._keep_anchor(some, asked, sure)
         return logits
 
     def _end_look(self) -> bool:
         """Draw the conclusions of a look that is complete; True where the anchors raise an alarm."""
-        watch, guard = self.watch, self.guard
+        watch = self.watch
         images, lost, unsure = watch.look
         watch.end_look()
         watch.asked_at = watch.images
         watch.there = {name: p.detach().clone() for name, p in self.method.adapted.items()}
-        watch.doubt = excess(lost, unsure, images, guard.tolerance) > FACTOR
+        watch.doubt = excess(lost, unsure, images, self.tolerance) > FACTOR
         if images - unsure >= FEW or watch.anchors is None or watch.anchor_probs is None:
             return False
-        return self._lost_of_anchors(watch.anchors, watch.anchor_probs) > guard.tolerance
+        return self._lost_of_anchors(watch.anchors, watch.anchor_probs) > self.tolerance
 
     def _lost_of_anchors(self, images: Tensor, probs: Tensor) -> float:
         """The share lost among the anchors, less the chance in it; the method's random numbers stay as they are."""
