@@ -3,7 +3,6 @@
 It is `mgtta bench corruptions` with small batches, in a folder of its own, and the report at its end.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +10,12 @@ from pathlib import Path
 from rich.table import Table
 
 from mgtta.bench import Watch, run_cells
-from mgtta.experiments import Cell, Options, Setup, experiment_cells
+from mgtta.experiments import Options, Setup, experiment_cells
 from mgtta.report import sections
 from mgtta.report.summary import MEAN, best
 from mgtta.store import Store
 
 BATCH_SIZE = 16
-RATES = {"mgtta": 5e-3}  # chosen on other characters under the validation corruptions; the recipe's own is ViT-B's
 
 
 def run(images: int, methods: Sequence[str], out: Path, device: str = "cpu", watch: Watch | None = None) -> Path:
@@ -28,7 +26,7 @@ def run(images: int, methods: Sequence[str], out: Path, device: str = "cpu", wat
     """
     if images < 1:
         raise ValueError(f"images must be at least 1, not {images}")
-    cells = [_tuned(cell) for cell in experiment_cells("corruptions", Options(methods, batch_size=BATCH_SIZE))]
+    cells = experiment_cells("corruptions", Options(methods, batch_size=BATCH_SIZE))
     folder = _fresh(out)
     run_cells(cells, Setup(images=images, device=device), Store(folder), watch=watch, title="demo")
     return folder
@@ -55,10 +53,6 @@ def table(folder: Path) -> Table:
 
 def _cell(value: float, bold: bool) -> str:
     return f"[bold]{value:.1f}[/]" if bold else f"{value:.1f}"
-
-
-def _tuned(cell: Cell) -> Cell:
-    return dataclasses.replace(cell, settings=(("lr", RATES[cell.method]),)) if cell.method in RATES else cell
 
 
 def _fresh(out: Path) -> Path:
