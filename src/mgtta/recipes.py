@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from mgtta.checkpoint import load_generator
 from mgtta.distributed import ranks_of
 from mgtta.errors import unknown
+from mgtta.fast import PRECISIONS, precision_of
 from mgtta.fisher import Fisher, load_fisher
 from mgtta.generator import MetaGradientGenerator
 from mgtta.guard import Guard, guarded
@@ -313,6 +314,8 @@ def create(
     max_seconds: float | None = None,
     process_group: ProcessGroup | None = None,
     guard: Guard | bool = False,
+    precision: str = "auto",
+    low_memory: bool = False,
     **settings: Any,
 ) -> Method:
     """The method of a recipe around a copy of the model; `settings` overrides what the recipe's paper says.
@@ -322,12 +325,18 @@ def create(
         process_group: ranks that share every batch, such as torch.distributed.group.WORLD. Each creates the same
             method and calls it, batch by batch, with its share of the images, which may be none.
         guard: True, or mgtta.Guard(...): watch for collapse, see mgtta.guard.
+        precision: "fp32", exact; "bf16", the fast path: frozen weights in bfloat16, all that adapts in float32, on a
+            GPU compiled and captured, see mgtta.fast; "auto": the fast path for NoAdapt, TENT and Eq. 7 with any
+            optimizer where a float32 model is on a GPU that has bfloat16, and no ranks or seconds are named.
+        low_memory: on the fast path, recompute activations where they would be kept: slower.
     """
+    if precision not in PRECISIONS:
+        raise unknown("precision", precision, PRECISIONS)
     function = recipe_of(name)
     parameters = recipe_settings(name)
     for key in settings:
         if key not in parameters:
-            valid = [*parameters, "max_updates", "max_seconds", "guard", "process_group"]
+            valid = [*parameters, "max_updates", "max_seconds", "guard", "process_group", "precision", "low_memory"]
             raise unknown(f"setting of {name}", key, valid)
     if "source" in parameters and settings.get("source") is None:
         raise ValueError(f"{name} needs source=...: mgtta.source_statistics(model, clean_images) makes it")
@@ -344,6 +353,10 @@ def create(
         method.join(ranks_of(process_group))
         chosen = repr((max_updates, max_seconds, sorted(settings.items())))  # of tensors, a few digits of some numbers
         method.ranks.agree("model, method and settings", [method.fingerprint, method.kind, chosen])
+    if precision_of(precision, method) == "bf16":
+        method.quicken(low_memory)
+    elif low_memory:
+        raise ValueError("low_memory belongs to the fast path: precision='bf16', with a method that has one")
     return method if guard is False else guarded(method, guard)
 
 

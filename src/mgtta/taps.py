@@ -32,7 +32,7 @@ class Tap:
         def read(_layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             found[self.name] = self.pool(inputs[0] if self.at_input else output, n)
 
-        return net.get_submodule(self.name).register_forward_hook(read)
+        return net.get_submodule(self.name).register_forward_hook(read, prepend=True)  # before any rounding
 
     def pool(self, t: Tensor, n: int) -> Tensor:
         """(N, L, d), (L, N, d), (N, H, W, d) or (N, d, H, W) -> (N, d); windows may lie along the first axis."""

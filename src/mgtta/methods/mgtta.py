@@ -3,6 +3,8 @@
 With SGD or Adam in the optimizer's place it is the paper's ablation "w/o MGG".
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from mgtta.losses import objective
@@ -15,6 +17,7 @@ from mgtta.source import SourceStatistics
 class MGTTA(GradientMethod):
     needs = ("gradients", "source statistics")
     shares_batches = True
+    static_step = True
 
     def __init__(self, model: Classifier, source: SourceStatistics, optimizer: OptimizerFactory, trade_off: float):
         super().__init__(model, norm_parameters, optimizer)
@@ -24,5 +27,8 @@ class MGTTA(GradientMethod):
 
     def loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits, features = self.model.features(x)
+        return logits, self.criterion(logits, features)
+
+    def criterion(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
         source = self.source = self.source.to(logits)
-        return logits, objective(logits, features, source.mean, source.std, self.trade_off, self.ranks)
+        return objective(logits, features, source.mean, source.std, self.trade_off, self.ranks)

@@ -1,0 +1,198 @@
+"""timm's plain VisionTransformer, block by block, for the fast path: bfloat16 weights, float32 norm layers.
+
+The same function as the module's own, written so that little is computed and less is kept:
+
+- Of the last block only the class token is read, so only it passes through that block's MLP.
+- The way back needs of a norm layer its normalised input, which is kept as float8 (8 bits, of any size), and of GELU
+  its slope, kept in 256 steps. Both are rounded for the gradient alone, by 3 % and 0.3 % of a typical value.
+- One block is compiled for all.
+
+Shapes: N images, L tokens, d features, h hidden features of the MLP.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mgtta._timm import timm
+from mgtta.lowered import How
+from mgtta.models import Classifier
+
+LOWEST, STEPS = -0.13, 202.0  # GELU's slope lies in [-0.129, 1.129]
+SMALL: torch.dtype | None = torch.float8_e4m3fn  # how normalised inputs are kept; None: all is kept as torch does
+
+
+class ViT:
+    """A plain ViT with a class token, in the fast path's way; `fits` says which.
+
+    Args:
+        recompute: keep a block's input alone, and compute the rest again on the way back.
+    """
+
+    def __init__(self, model: Classifier, recompute: bool):
+        self.model, self.net, self.recompute = model, model.net, recompute
+        weight = self.net.head.weight
+        old = weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9)  # no 8-bit floats there
+        self.keep = None if recompute or old else SMALL
+
+    @staticmethod
+    def fits(model: Classifier) -> bool:
+        net, vit = model.net, timm.models.vision_transformer
+        if type(net) is not vit.VisionTransformer or not _plain_embedding(net):
+            return False
+        plain = net.global_pool == "token" and net.num_prefix_tokens == 1 and getattr(net, "attn_pool", None) is None
+        return plain and isinstance(net.head, nn.Linear) and _is_norm(net.norm) and all(map(_plain_block, net.blocks))
+
+    def __call__(self, x: Tensor, how: How) -> tuple[Tensor, list[Tensor]]:
+        """The logits, and the features of each layer: the class token after each block's first norm but the first's."""
+        if tuple(x.shape[-2:]) != tuple(self.net.patch_embed.img_size):
+            return self.model.features(x)  # which refuses them in the network's own words
+        tokens, features = how(_embed)(self.model, x), []
+        for block in self.net.blocks[:-1]:
+            tokens, feature = how(_block)(block, tokens, self.keep, self.recompute and torch.is_grad_enabled())
+            features.append(feature)
+        token, feature = how(_last_block)(self.net.blocks[-1], tokens, self.keep)
+        logits, last = how(_head)(self.net, token, self.model.classes)
+        return logits, [*features, feature, last][1:]
+
+
+def _plain_embedding(net: Any) -> bool:
+    patch, proj = net.patch_embed, getattr(net.patch_embed, "proj", None)
+    identities = (patch.norm, net.norm_pre, net.patch_drop, net.fc_norm)
+    return (
+        type(patch) is timm.layers.PatchEmbed
+        and (patch.flatten, patch.strict_img_size, net.dynamic_img_size) == (True, True, False)
+        and patch.img_size is not None
+        and isinstance(proj, nn.Conv2d)
+        and proj.kernel_size == proj.stride
+        and (proj.padding, proj.groups) == ((0, 0), 1)
+        and all(isinstance(module, nn.Identity) for module in identities)
+    )
+
+
+def _plain_block(block: Any) -> bool:
+    vit = timm.models.vision_transformer
+    if type(block) is not vit.Block or type(block.attn) is not vit.Attention or type(block.mlp) is not timm.layers.Mlp:
+        return False
+    attn, mlp = block.attn, block.mlp
+    return (
+        _is_norm(block.norm1)
+        and _is_norm(block.norm2)
+        and all(isinstance(m, nn.Identity) for m in (attn.q_norm, attn.k_norm, getattr(attn, "norm", None), mlp.norm))
+        and getattr(attn, "gate", None) is None
+        and isinstance(mlp.fc1, nn.Linear)
+        and isinstance(mlp.act, nn.GELU)
+        and mlp.act.approximate == "none"
+    )
+
+
+def _is_norm(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) == 1 and layer.bias is not None
+
+
+# --- the parts, each compiled by itself
+
+
+def _embed(model: Classifier, x: Tensor) -> Tensor:
+    """The tokens (N, L, d), as the first block takes them."""
+    x, net = model._prepare(x).to(torch.bfloat16), model.net
+    proj: Any = net.patch_embed.proj  # type: ignore[union-attr]
+    n, channels, height, width = x.shape
+    a, b = proj.kernel_size
+    x = x.view(n, channels, height // a, a, width // b, b).permute(0, 2, 4, 1, 3, 5).reshape(n, -1, channels * a * b)
+    return net._pos_embed(F.linear(x, proj.weight.flatten(1), proj.bias))  # type: ignore[operator]
+
+
+def _block(block: Any, x: Tensor, keep: torch.dtype | None, recompute: bool) -> tuple[Tensor, Tensor]:
+    """The block's output (N, L, d), and the class token (N, d) as its first norm leaves it."""
+    if recompute:
+        return checkpoint(_through, block, x, keep, use_reentrant=False)
+    return _through(block, x, keep)
+
+
+def _through(block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    attn, (n, length, _) = block.attn, x.shape
+    h = _norm(block.norm1, x, keep)
+    q, k, v = attn.qkv(h.to(x)).view(n, length, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
+    a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, length, -1)
+    return _mlp(block, x + block.ls1(attn.proj(a)), keep), h[:, 0]
+
+
+def _last_block(block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """The same for the class token alone: (N, 1, d), and (N, d)."""
+    attn, (n, length, _) = block.attn, x.shape
+    h = _norm(block.norm1, x, keep)
+    weight, bias = attn.qkv.weight, attn.qkv.bias
+    size = len(weight) // 3
+    q = F.linear(h[:, :1].to(x), weight[:size], None if bias is None else bias[:size])
+    kv = F.linear(h.to(x), weight[size:], None if bias is None else bias[size:])
+    q = q.view(n, 1, attn.num_heads, -1).transpose(1, 2)
+    k, v = kv.view(n, length, 2, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
+    a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, 1, -1)
+    return _mlp(block, x[:, :1] + block.ls1(attn.proj(a)), keep), h[:, 0]
+
+
+def _mlp(block: Any, x: Tensor, keep: torch.dtype | None) -> Tensor:
+    hidden = block.mlp.fc1(_norm(block.norm2, x, keep).to(x))  # (N, L, h)
+    hidden = F.gelu(hidden) if keep is None or not torch.is_grad_enabled() else _Gelu.apply(hidden)
+    return x + block.ls2(block.mlp.fc2(hidden))
+
+
+def _head(net: Any, x: Tensor, classes: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The logits (N, C), and the class token (N, d) as the final norm leaves it."""
+    h = _norm(net.norm, x[:, 0], None)
+    logits = net.head(h.to(x)).float()
+    return logits if classes is None else logits[:, classes], h
+
+
+# --- what is kept for the way back
+
+
+def _norm(layer: Any, x: Tensor, keep: torch.dtype | None) -> Tensor:
+    """LayerNorm in float32."""
+    if keep is None or not torch.is_grad_enabled():
+        return F.layer_norm(x.float(), layer.normalized_shape, layer.weight, layer.bias, layer.eps)
+    return _Norm.apply(x, layer.weight, layer.bias, layer.eps, keep)
+
+
+class _Norm(torch.autograd.Function):
+    """LayerNorm that keeps its normalised input in a few bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dtype) -> Tensor:
+        centred = x.float() - x.float().mean(-1, keepdim=True)
+        scale = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+        z = centred * scale
+        ctx.save_for_backward(z.to(keep), scale, weight)
+        ctx.dtype = x.dtype
+        return z * weight + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        kept, scale, weight = ctx.saved_tensors
+        z = kept.float()
+        g = grad * weight
+        dx = scale * (g - g.mean(-1, keepdim=True) - z * (g * z).mean(-1, keepdim=True))
+        rows = tuple(range(grad.ndim - 1))
+        return dx.to(ctx.dtype), (grad * z).sum(rows), grad.sum(rows), None, None
+
+
+class _Gelu(torch.autograd.Function):
+    """GELU that keeps its slope in 8 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        z = x.float()
+        below = 0.5 * (1 + torch.erf(z / math.sqrt(2)))  # of a normal distribution
+        slope = below + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+        ctx.save_for_backward(((slope - LOWEST) * STEPS).round().to(torch.uint8))
+        return (z * below).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        [kept] = ctx.saved_tensors
+        return (grad.float() * (kept.float() / STEPS + LOWEST)).to(grad.dtype)
