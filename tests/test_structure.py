@@ -14,7 +14,7 @@ ORDER = [
     "__init__", "errors", "alarms", "records", "distributed", "bars", "shipped", "files", "_timm",
     "data.images", "data.shards", "data.corruptions", "data.datasets", "data.glyphs", "data.held",
     "data.streams", "data.export",
-    "augment", "params", "taps", "models", "losses", "source", "fisher", "generator", "checkpoint",
+    "augment", "params", "taps", "models", "losses", "schedule", "source", "fisher", "generator", "checkpoint",
     "optim.mgg", "optim", "lowered", "vit", "fast", "methods.base", "methods", "guard",
     "recipes", "metrics", "evaluation", "meta", "store", "workers", "cluster", "experiments", "bench", "progress",
     "report.summary", "report.paired", "report.words", "report.published", "report.tables", "report.charts",

@@ -16,7 +16,7 @@ from mgtta.fast import PRECISIONS, precision_of
 from mgtta.fisher import Fisher, load_fisher
 from mgtta.generator import MetaGradientGenerator
 from mgtta.guard import Guard, guarded
-from mgtta.methods.base import Method
+from mgtta.methods.base import GradientMethod, Method
 from mgtta.methods.bn import BatchNormStatistics
 from mgtta.methods.cotta import CoTTA
 from mgtta.methods.deyo import DeYO
@@ -32,6 +32,7 @@ from mgtta.methods.t3a import T3A
 from mgtta.methods.tent import Tent
 from mgtta.models import Classifier, as_classifier
 from mgtta.optim import optimizer_factory
+from mgtta.schedule import SCHEDULES, Schedule
 from mgtta.source import SourceStatistics, load_source
 
 Source = SourceStatistics | str | os.PathLike
@@ -316,6 +317,7 @@ def create(
     guard: Guard | bool = False,
     precision: str = "auto",
     low_memory: bool = False,
+    schedule: str = "always",
     **settings: Any,
 ) -> Method:
     """The method of a recipe around a copy of the model; `settings` overrides what the recipe's paper says.
@@ -329,14 +331,17 @@ def create(
             GPU compiled and captured, see mgtta.fast; "auto": the fast path for NoAdapt, TENT and Eq. 7 with any
             optimizer where a float32 model is on a GPU that has bfloat16, and no ranks or seconds are named.
         low_memory: on the fast path, recompute activations where they would be kept: slower.
+        schedule: "auto" learns at once after a shift and then ever more rarely, see mgtta.schedule.
     """
     if precision not in PRECISIONS:
         raise unknown("precision", precision, PRECISIONS)
+    if schedule not in SCHEDULES:
+        raise unknown("schedule", schedule, SCHEDULES)
     function = recipe_of(name)
     parameters = recipe_settings(name)
     for key in settings:
         if key not in parameters:
-            valid = [*parameters, "max_updates", "max_seconds", "guard", "process_group", "precision", "low_memory"]
+            valid = [*parameters, "max_updates", "max_seconds", "guard", "process_group", "precision", "low_memory", "schedule"]
             raise unknown(f"setting of {name}", key, valid)
     if "source" in parameters and settings.get("source") is None:
         raise ValueError(f"{name} needs source=...: mgtta.source_statistics(model, clean_images) makes it")
@@ -347,6 +352,10 @@ def create(
         method = function(as_classifier(model), **settings)
     method.name = function.__name__
     method.max_updates, method.max_seconds = max_updates, max_seconds
+    if schedule == "auto":
+        if not isinstance(method, GradientMethod) or process_group is not None:
+            raise ValueError("schedule='auto' is for methods that learn by gradients, in one process")
+        method.schedule = Schedule()
     if process_group is not None:
         if guard is not False:
             raise ValueError("a guard judges by the images of its own rank: it cannot stand over several")

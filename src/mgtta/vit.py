@@ -110,7 +110,7 @@ def _embed(model: Classifier, x: Tensor) -> Tensor:
 def _block(block: Any, x: Tensor, keep: torch.dtype | None, recompute: bool) -> tuple[Tensor, Tensor]:
     """The block's output (N, L, d), and the class token (N, d) as its first norm leaves it."""
     if recompute:
-        return checkpoint(_through, block, x, keep, use_reentrant=False)
+        return checkpoint(_through, block, x, keep, use_reentrant=False, preserve_rng_state=False)
     return _through(block, x, keep)
 
 

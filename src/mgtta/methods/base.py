@@ -17,6 +17,8 @@ from mgtta.files import fingerprint
 from mgtta.lowered import lower
 from mgtta.models import Classifier
 from mgtta.params import batch_norms
+from mgtta.schedule import Schedule
+from mgtta.taps import FirstPass
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -66,6 +68,7 @@ class Method(nn.Module):
         ranks: those who share every batch; see `join`.
         events: what a guard did, see mgtta.guard.
         fast: what takes the steps where they are not taken in float32; see `quicken` and mgtta.fast.
+        schedule: from which batches to learn; None: from all. See mgtta.schedule.
 
     Threads that share a method take turns: a call, a reset, a state saved or loaded is never mixed with another.
     """
@@ -78,6 +81,7 @@ class Method(nn.Module):
     shares_batches = False  # whether all that hangs on a whole batch is asked of `ranks`
     static_step = False  # whether a step does the same whatever the values in a batch, so that `fast` may take it
     fast: Fast | None = None
+    schedule: Schedule | None = None
 
     def __init__(self, model: Classifier):
         super().__init__()
@@ -166,15 +170,30 @@ class Method(nn.Module):
             with torch.no_grad():
                 return self.predict(x)
         began = time.perf_counter()
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False):
             if isinstance(x, Tensor) and x.is_inference():
                 x = x.clone()
-            logits = self.adapt(x).detach() if self.fast is None else self.fast.adapt(self, x)[0]
+            learns = self.schedule is None or self.schedule.due
+            with torch.set_grad_enabled(learns):
+                logits, means = self._taken(x, learns)
+            if self.schedule is not None and means is not None:
+                self.schedule.note(logits, means, learns)
         if logits.is_cuda and self.max_seconds is not None:
             torch.cuda.synchronize(logits.device)
         took = time.perf_counter() - began
         self.seconds += took if self.max_seconds is None else self.ranks.most(took)  # all stop at the same batch
         return logits
+
+    def _taken(self, x: Tensor, learns: bool) -> tuple[Tensor, Tensor | None]:
+        """The logits of x, learned from or not; and the means of the features, where a schedule wants them."""
+        if self.fast is not None:
+            return self.fast.adapt(self, x) if learns else self.fast.predict(self, x)
+        run = self.adapt if learns else self.predict
+        if self.schedule is None:
+            return run(x).detach(), None
+        with FirstPass(self.model.net, self.model._taps) as first:
+            logits = run(x).detach()
+        return logits, torch.cat([f.mean(0) for f in self.model.in_order(first.found)])
 
     def predict(self, x: Tensor) -> Tensor:
         """The logits of x as the method stands, without adapting."""
@@ -240,6 +259,7 @@ class Method(nn.Module):
                 "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
                 "counters": {"updates": self.updates, "skipped": self.skipped, "seconds": self.seconds},
                 "extra": self.get_extra_state(),
+                **({} if self.schedule is None else {"schedule": self.schedule.state()}),
             }
         )
 
@@ -283,6 +303,8 @@ class Method(nn.Module):
         for name in ("updates", "skipped", "seconds"):
             setattr(self, name, state["counters"][name])
         self.set_extra_state(copy.deepcopy(state["extra"]))
+        if self.schedule is not None:
+            self.schedule.load(copy.deepcopy(state["schedule"]))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Method":
         """Where the parameters go, `to` a device or dtype, the optimizer's moments and memory go along."""
