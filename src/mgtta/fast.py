@@ -254,6 +254,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _compiling(device: torch.device) -> ExitStack:
     stack = ExitStack()
+    stack.enter_context(warnings.catch_warnings())
+    warnings.simplefilter("ignore")  # torch's, about itself
     limits = {"recompile_limit": RECOMPILES, "accumulated_recompile_limit": RECOMPILES}
     stack.enter_context(torch._dynamo.config.patch(limits))
     stack.enter_context(_attention(device))

@@ -69,7 +69,7 @@ class Hooked:
             self.model.net.get_submodule(tap.name).register_forward_hook(partial(self._read, tap), prepend=True)
         for name in blocks_of(self.model.net) if recompute else ():
             block = self.model.net.get_submodule(name)
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)  # type: ignore[method-assign]
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
     def __call__(self, x: Tensor, how: How) -> tuple[Tensor, list[Tensor]]:
         """The logits, and the features of each layer."""

@@ -35,6 +35,7 @@ from mgtta.optim import optimizer_factory
 from mgtta.schedule import SCHEDULES, Schedule
 from mgtta.source import SourceStatistics, load_source
 
+OF_ALL = ("max_updates", "max_seconds", "process_group", "guard", "precision", "low_memory", "schedule")  # methods
 Source = SourceStatistics | str | os.PathLike
 Generator = MetaGradientGenerator | str | os.PathLike
 
@@ -341,7 +342,7 @@ def create(
     parameters = recipe_settings(name)
     for key in settings:
         if key not in parameters:
-            valid = [*parameters, "max_updates", "max_seconds", "guard", "process_group", "precision", "low_memory", "schedule"]
+            valid = [*parameters, *OF_ALL]
             raise unknown(f"setting of {name}", key, valid)
     if "source" in parameters and settings.get("source") is None:
         raise ValueError(f"{name} needs source=...: mgtta.source_statistics(model, clean_images) makes it")

@@ -34,7 +34,8 @@ class ViT:
     """
 
     def __init__(self, model: Classifier, recompute: bool):
-        self.model, self.net, self.recompute = model, model.net, recompute
+        self.model, self.recompute = model, recompute
+        self.net: Any = model.net
         weight = self.net.head.weight
         old = weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9)  # no 8-bit floats there
         self.keep = None if recompute or old else SMALL
@@ -49,7 +50,8 @@ class ViT:
 
     def __call__(self, x: Tensor, how: How) -> tuple[Tensor, list[Tensor]]:
         """The logits, and the features of each layer: the class token after each block's first norm but the first's."""
-        if tuple(x.shape[-2:]) != tuple(self.net.patch_embed.img_size):
+        patch = self.net.patch_embed
+        if tuple(x.shape[1:]) != (patch.proj.in_channels, *patch.img_size):
             return self.model.features(x)  # which refuses them in the network's own words
         tokens, features = how(_embed)(self.model, x), []
         for block in self.net.blocks[:-1]:
@@ -172,7 +174,7 @@ class _Norm(torch.autograd.Function):
         return z * weight + bias
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         kept, scale, weight = ctx.saved_tensors
         z = kept.float()
         g = grad * weight
@@ -193,6 +195,6 @@ class _Gelu(torch.autograd.Function):
         return (z * below).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         [kept] = ctx.saved_tensors
         return (grad.float() * (kept.float() / STEPS + LOWEST)).to(grad.dtype)

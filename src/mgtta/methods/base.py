@@ -322,7 +322,7 @@ class Method(nn.Module):
 
     def __getstate__(self) -> Any:
         self._settle()
-        return super().__getstate__()  # type: ignore[misc]
+        return super().__getstate__()
 
     def _own_buffers(self) -> dict[str, Tensor]:
         return {name: b for name, b in self.named_buffers() if not name.startswith("model.")}

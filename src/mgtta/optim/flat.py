@@ -61,10 +61,11 @@ class FlatStep:
         self.theta = torch.cat([p.detach().flatten() for p in params])  # (n,)
         for p, part in zip(params, self.theta.split(self.sizes), strict=True):
             p.data = part.view_as(p)
-        n, like = len(self.theta), self.theta
-        self.generator: Any = getattr(optimizer, "generator", nn.Identity()).to(like)
-        self.state = [like.new_empty(n, self.generator.memory.width) if x == "memory" else like.new_empty(n)
-                      for x in self.names]  # fmt: skip
+        like = self.theta
+        generator: Any = getattr(optimizer, "generator", None)
+        self.generator = None if generator is None else generator.to(like)
+        widths = [(generator.memory.width,) if name == "memory" else () for name in self.names]
+        self.state = [like.new_empty(len(like), *width) for width in widths]  # (n,), the memory (n, width)
         self.views = [  # of each parameter
             {name: part.view_as(p) if part.ndim == 1 else part for name, part in zip(self.names, parts, strict=True)}
             for p, *parts in zip(params, *(s.split(self.sizes) for s in self.state), strict=True)
