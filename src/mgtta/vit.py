@@ -11,7 +11,7 @@ Shapes: N images, L tokens, d features, h hidden features of the MLP.
 """
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ class ViT:
 
     def __init__(self, model: Classifier, recompute: bool):
         self.model, self.recompute = model, recompute
-        self.net: Any = model.net
+        self.net = cast(Any, model.net)
         weight = self.net.head.weight
         old = weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9)  # no 8-bit floats there
         self.keep = None if recompute or old else SMALL

@@ -63,7 +63,7 @@ class FlatStep:
             p.data = part.view_as(p)
         like = self.theta
         generator: Any = getattr(optimizer, "generator", None)
-        self.generator = None if generator is None else generator.to(like)
+        self.generator: Any = generator and generator.to(like)
         widths = [(generator.memory.width,) if name == "memory" else () for name in self.names]
         self.state = [like.new_empty(len(like), *width) for width in widths]  # (n,), the memory (n, width)
         self.views = [  # of each parameter
