@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mgtta._timm import timm
+from mgtta.kernels import norm_backward
 from mgtta.lowered import How
 from mgtta.models import Classifier
 
@@ -38,7 +39,7 @@ class ViT:
         self.net = cast(Any, model.net)
         weight = self.net.head.weight
         old = weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9)  # no 8-bit floats there
-        self.keep = None if recompute or old else SMALL
+        self.keep = None if old else SMALL
 
     @staticmethod
     def fits(model: Classifier) -> bool:
@@ -118,69 +119,69 @@ def _block(block: Any, x: Tensor, keep: torch.dtype | None, recompute: bool) -> 
 
 def _through(block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
     attn, (n, length, _) = block.attn, x.shape
-    h = _norm(block.norm1, x, keep)
-    q, k, v = attn.qkv(h.to(x)).view(n, length, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
+    h, x, tap = _norm(block.norm1, x, keep)
+    q, k, v = attn.qkv(h).view(n, length, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
     a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, length, -1)
-    return _mlp(block, x + block.ls1(attn.proj(a)), keep), h[:, 0]
+    return _mlp(block, x + block.ls1(attn.proj(a)), keep), tap
 
 
 def _last_block(block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """The same for the class token alone: (N, 1, d), and (N, d)."""
     attn, (n, length, _) = block.attn, x.shape
-    h = _norm(block.norm1, x, keep)
+    h, x, tap = _norm(block.norm1, x, keep)
     weight, bias = attn.qkv.weight, attn.qkv.bias
     size = len(weight) // 3
-    q = F.linear(h[:, :1].to(x), weight[:size], None if bias is None else bias[:size])
-    kv = F.linear(h.to(x), weight[size:], None if bias is None else bias[size:])
+    q = F.linear(h[:, :1], weight[:size], None if bias is None else bias[:size])
+    kv = F.linear(h, weight[size:], None if bias is None else bias[size:])
     q = q.view(n, 1, attn.num_heads, -1).transpose(1, 2)
     k, v = kv.view(n, length, 2, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
     a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, 1, -1)
-    return _mlp(block, x[:, :1] + block.ls1(attn.proj(a)), keep), h[:, 0]
+    return _mlp(block, x[:, :1] + block.ls1(attn.proj(a)), keep), tap
 
 
 def _mlp(block: Any, x: Tensor, keep: torch.dtype | None) -> Tensor:
-    hidden = block.mlp.fc1(_norm(block.norm2, x, keep).to(x))  # (N, L, h)
+    h, x, _ = _norm(block.norm2, x, keep)
+    hidden = block.mlp.fc1(h)  # (N, L, h)
     hidden = F.gelu(hidden) if keep is None or not torch.is_grad_enabled() else _Gelu.apply(hidden)
     return x + block.ls2(block.mlp.fc2(hidden))
 
 
 def _head(net: Any, x: Tensor, classes: Tensor | None) -> tuple[Tensor, Tensor]:
     """The logits (N, C), and the class token (N, d) as the final norm leaves it."""
-    h = _norm(net.norm, x[:, 0], None)
-    logits = net.head(h.to(x)).float()
-    return logits if classes is None else logits[:, classes], h
+    h, _, tap = _norm(net.norm, x, None)
+    logits = net.head(h[:, 0]).float()
+    return logits if classes is None else logits[:, classes], tap
 
 
 # --- what is kept for the way back
 
 
-def _norm(layer: Any, x: Tensor, keep: torch.dtype | None) -> Tensor:
-    """LayerNorm in float32."""
+def _norm(layer: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
+    """LayerNorm of x in float32, rounded to x's dtype; x itself; and the first token of the former, not rounded."""
     if keep is None or not torch.is_grad_enabled():
-        return F.layer_norm(x.float(), layer.normalized_shape, layer.weight, layer.bias, layer.eps)
+        h = F.layer_norm(x.float(), layer.normalized_shape, layer.weight, layer.bias, layer.eps)
+        return h.to(x.dtype), x, h[:, 0]
     return _Norm.apply(x, layer.weight, layer.bias, layer.eps, keep)
 
 
 class _Norm(torch.autograd.Function):
-    """LayerNorm that keeps its normalised input in a few bits."""
+    """LayerNorm that keeps its normalised input in a few bits. x goes through it, so that all of its gradient is
+    found in one pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dtype) -> Any:
         centred = x.float() - x.float().mean(-1, keepdim=True)
         scale = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
         z = centred * scale
         ctx.save_for_backward(z.to(keep), scale, weight)
-        ctx.dtype = x.dtype
-        return z * weight + bias
+        h = z * weight + bias
+        return h.to(x.dtype), x.view_as(x), h[:, 0].clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        kept, scale, weight = ctx.saved_tensors
-        z = kept.float()
-        g = grad * weight
-        dx = scale * (g - g.mean(-1, keepdim=True) - z * (g * z).mean(-1, keepdim=True))
-        rows = tuple(range(grad.ndim - 1))
-        return dx.to(ctx.dtype), (grad * z).sum(rows), grad.sum(rows), None, None
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        z, scale, weight = ctx.saved_tensors
+        grad, through, tap = grads
+        return *norm_backward(grad, z, scale, weight, through, tap), None, None
 
 
 class _Gelu(torch.autograd.Function):
