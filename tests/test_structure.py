@@ -11,7 +11,7 @@ import mgtta
 
 ROOT = Path(mgtta.__file__).parent
 ORDER = [
-    "__init__", "errors", "alarms", "records", "distributed", "bars", "shipped", "files", "_timm",
+    "__init__", "errors", "alarms", "profile", "records", "distributed", "bars", "shipped", "files", "_timm",
     "data.images", "data.shards", "data.corruptions", "data.datasets", "data.glyphs", "data.held",
     "data.streams", "data.export",
     "augment", "params", "taps", "models", "losses", "schedule", "source", "fisher", "generator", "checkpoint",

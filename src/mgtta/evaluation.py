@@ -14,6 +14,7 @@ from torch import Tensor
 from mgtta.errors import unknown
 from mgtta.methods.base import Method
 from mgtta.metrics import BINS, counts, expected_calibration_error
+from mgtta.profile import add
 
 RESETS = ("domain", "never")
 
@@ -100,6 +101,8 @@ def _evaluate(
         record.sizes.append(int(images))
         record.updates, record.skipped = method.updates - before[0], method.skipped - before[1]
         record.events = list(method.events[before[2] :])
+        add("predicting", predicting)
+        add("adapting", adapting)
         record.predict_seconds += predicting
         record.adapt_seconds += adapting
         record.seconds = record.predict_seconds + record.adapt_seconds
