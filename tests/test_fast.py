@@ -223,9 +223,20 @@ def test_a_plain_vit_is_the_same_block_by_block():
             for a, b in zip(features, expected[1], strict=True):
                 torch.testing.assert_close(a, b)
             a, b = gradient(logits, features), gradient(*model.features(x))
-            assert (a - b).norm() < (
-                0.03 if keep is torch.float8_e4m3fn else 1e-2 if keep is torch.float32 else 1e-5
-            ) * b.norm()
+            tolerance = {None: 1e-5, torch.float32: 1e-2, torch.float8_e4m3fn: 3e-2}[keep]
+            assert (a - b).norm() < tolerance * b.norm()
+
+
+def test_gelu_and_its_slope():
+    x = torch.linspace(-9, 9, 4001, dtype=torch.float64, requires_grad=True)
+    expected = torch.nn.functional.gelu(x)
+    [slope] = torch.autograd.grad(expected.sum(), x)
+    found = plain._gelu_and_slope(x.detach().float())
+    torch.testing.assert_close(found[0].double(), expected, atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(found[1].double(), slope, atol=2e-6, rtol=1e-6)
+    z = x.detach().float().requires_grad_()
+    [kept] = torch.autograd.grad(plain._Gelu.apply(z).sum(), z)
+    assert (kept.double() - slope).abs().max() < 0.003
 
 
 def test_which_networks_go_block_by_block():
@@ -272,6 +283,11 @@ def test_warm_up_leaves_no_trace():
 # --- on a GPU
 
 
+def close(a, b):
+    """Up to what bfloat16 rounds: single logits of so sharp a model may differ by more."""
+    return (a - b).norm() < 0.05 * b.norm()
+
+
 def on_gpu(name, **more):
     return make(name, device="cuda", **more)
 
@@ -294,7 +310,7 @@ class TestOnTheGPU:
         expected = [twin(x) for x in xs]
         monkeypatch.setattr(fast, "PATIENCE", 2)
         for x, logits in zip(xs, expected, strict=True):
-            torch.testing.assert_close(method(x), logits, atol=0.05, rtol=0.05)
+            assert close(method(x), logits)
         assert len(method.fast.graphs) == 1
         assert method.fast.compiles  # and did not give up
         assert not twin.fast.graphs
@@ -317,9 +333,9 @@ class TestOnTheGPU:
         more = method(images(8, seed=50))
         method.reset()
         for x, logits in zip(xs, first, strict=True):
-            torch.testing.assert_close(method(x), logits, atol=0.02, rtol=0.02)
+            assert close(method(x), logits)
         method.load_state_dict(state)
-        torch.testing.assert_close(method(images(8, seed=50)), more, atol=1e-3, rtol=1e-3)
+        assert close(method(images(8, seed=50)), more)
         assert list(method.fast.graphs.values()) == [graph]
 
     def test_a_smaller_last_batch_and_images_of_another_type(self, patient):
@@ -377,7 +393,7 @@ class TestOnTheGPU:
         method.warm_up(images(8))
         assert len(method.fast.graphs) == 2
         assert method.updates == 0
-        torch.testing.assert_close(method(images(8)), twin(images(8)), atol=0.05, rtol=0.05)
+        assert close(method(images(8)), twin(images(8)))
         assert method.fast.graph_bytes > 0
 
     def test_auto_takes_it(self):

@@ -99,8 +99,8 @@ class Fast:
 
     @property
     def graph_bytes(self) -> int:
-        """What the graphs hold of the GPU's memory, which torch does not count as allocated."""
-        return sum(captured.bytes for captured in self.graphs.values())
+        """What the graphs take of the GPU's memory, which torch does not count as allocated."""
+        return max((captured.bytes for captured in self.graphs.values()), default=0)
 
     def adapt(self, method: Any, x: Tensor, now: bool = False) -> tuple[Tensor, Tensor]:
         """The logits of x, after which the method has learned from x; and the means of the features.
@@ -195,7 +195,7 @@ class _Captured:
     """A CUDA graph of what `run` does with the images in `x`, and where it leaves what it gives.
 
     Attributes:
-        bytes: that the graph holds on the GPU.
+        bytes: that `run` takes of the GPU's memory at most. Graphs hold it for good, and share it.
     """
 
     def __init__(self, run: Callable[[], Any], x: Tensor, pool: Any):
@@ -208,14 +208,16 @@ class _Captured:
         torch.cuda.current_stream(x.device).wait_stream(stream)
         torch.cuda.synchronize(x.device)
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(x.device)
+        torch.cuda.reset_peak_memory_stats(x.device)
+        before = torch.cuda.memory_allocated(x.device)
         with (
             _compiling(x.device),
             torch.cuda.device(x.device),
             torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
         ):
             self.logits, self.means = run()
-        self.bytes = torch.cuda.memory_reserved(x.device) - before
+        self.bytes = torch.cuda.max_memory_allocated(x.device) - before
+        torch.cuda.reset_peak_memory_stats(x.device)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.x.copy_(x, non_blocking=True)

@@ -2,9 +2,9 @@
 
 A step of adaptation costs twice a forward pass, and most of what is to be learned of a new domain is learned from its
 first batches. So a method that follows a schedule learns from the first `BURST` batches after a start or a shift. Then
-it rests for one batch, learns from one, rests for two, and so on: the rest doubles whenever the last one shows that
-learning does not make the predictions surer any more. While it rests, the forward pass gives all that is needed to
-notice a shift: the means of each layer's features, which leave the range that they have moved in so far.
+it rests for two batches, learns from one, rests for four, and so on: the rest doubles unless the last one shows that
+learning has made the predictions surer. While it rests, the forward pass gives all that is needed to notice a shift:
+the means of each layer's features, which leave the range that they have moved in so far.
 
 Notation    s  means of the features of a batch, all layers one after another, (D,)
             c, v  mean of s, and mean squared distance from it, over the batches of the domain
@@ -21,8 +21,9 @@ from mgtta.losses import entropy
 
 SCHEDULES = ("always", "auto")
 BURST = 3  # batches learned from after a start or a shift
-SHIFT = 2.0  # |s - c|^2 / v from which on a batch belongs to another domain
-GAIN = 0.02  # part of the entropy by which a rest must fall short of the one before, to be worth another like it
+SHIFT = 3.0  # |s - c|^2 / v from which on a batch belongs to another domain, where v is well known
+FEW = 3.0  # batches after which v is known to a factor of 2
+GAIN = 0.05  # part of the entropy by which a rest must fall short of the one before, to be worth another like it
 MEMORY = 16  # batches that c and v look back on
 
 
@@ -31,14 +32,14 @@ class Schedule:
     """What is known of the domain at hand; all of it is saved and reset with the method."""
 
     learned: int = 0  # batches, since the shift
-    rest: int = 1  # batches without learning that are due before the next with
+    rest: int = 2  # batches without learning that are due before the next with
     left: int = 0  # of them
     seen: int = 0  # batches in c
     centre: Tensor | None = None  # c
     spread: float = 0.0  # v
     unsure: float = 0.0  # entropy of the predictions since the last learning: sum,
     batches: int = 0  # number of batches,
-    before: float = float("inf")  # and mean of the rest before
+    before: float = 0.0  # and mean of the rest before
     shifts: int = 0
 
     @property
@@ -53,7 +54,7 @@ class Schedule:
         unsure, distance = torch.stack([entropy(logits).mean().to(apart), apart]).tolist()
         if not (math.isfinite(unsure) and math.isfinite(distance)):
             return
-        if self.seen > 1 and distance > SHIFT * self.spread:
+        if self.seen > 1 and distance > SHIFT * (1 + FEW / self.seen) * self.spread:
             self._begin()
         elif learned:
             self.learned += 1

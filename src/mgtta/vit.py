@@ -11,6 +11,7 @@ Shapes: N images, L tokens, d features, h hidden features of the MLP.
 """
 
 import math
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -54,13 +55,22 @@ class ViT:
         patch = self.net.patch_embed
         if tuple(x.shape[1:]) != (patch.proj.in_channels, *patch.img_size):
             return self.model.features(x)  # which refuses them in the network's own words
-        tokens, features = how(_embed)(self.model, x), []
-        for block in self.net.blocks[:-1]:
-            tokens, feature = how(_block)(block, tokens, self.keep, self.recompute and torch.is_grad_enabled())
-            features.append(feature)
-        token, feature = how(_last_block)(self.net.blocks[-1], tokens, self.keep)
-        logits, last = how(_head)(self.net, token, self.model.classes)
-        return logits, [*features, feature, last][1:]
+        *early, last = self.net.blocks
+        taps: list[Tensor] = []
+        if self.recompute and torch.is_grad_enabled():
+            x = how(_embed)(self.model, x)
+            for block in early:
+                x, tap = how(_block_again)(block, x, self.keep)
+                taps.append(tap)
+            h, x, tap = how(_norm)(last.norm1, x, self.keep)
+            taps = [*taps[1:], tap] if early else []
+        else:
+            h, x = how(_begin)(self.model, early[0] if early else last, x, self.keep)
+            for block, following in pairwise(self.net.blocks):
+                h, x, tap = how(_block)(block, following, h, x, self.keep)
+                taps.append(tap)
+        logits, tap = how(_end)(self.net, last, h, x, self.model.classes, self.keep)
+        return logits, [*taps, tap]
 
 
 def _plain_embedding(net: Any) -> bool:
@@ -102,33 +112,46 @@ def _is_norm(layer: nn.Module) -> bool:
 
 def _embed(model: Classifier, x: Tensor) -> Tensor:
     """The tokens (N, L, d), as the first block takes them."""
-    x, net = model._prepare(x).to(torch.bfloat16), model.net
-    proj: Any = net.patch_embed.proj  # type: ignore[union-attr]
+    x, net = model._prepare(x).to(torch.bfloat16), cast(Any, model.net)
+    proj = net.patch_embed.proj
     n, channels, height, width = x.shape
     a, b = proj.kernel_size
     x = x.view(n, channels, height // a, a, width // b, b).permute(0, 2, 4, 1, 3, 5).reshape(n, -1, channels * a * b)
-    return net._pos_embed(F.linear(x, proj.weight.flatten(1), proj.bias))  # type: ignore[operator]
+    return net._pos_embed(F.linear(x, proj.weight.flatten(1), proj.bias))
 
 
-def _block(block: Any, x: Tensor, keep: torch.dtype | None, recompute: bool) -> tuple[Tensor, Tensor]:
-    """The block's output (N, L, d), and the class token (N, d) as its first norm leaves it."""
-    if recompute:
-        return checkpoint(_through, block, x, keep, use_reentrant=False, preserve_rng_state=False)
-    return _through(block, x, keep)
+def _begin(model: Classifier, block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """The first block's normed tokens and its tokens, both (N, L, d)."""
+    return _norm(block.norm1, _embed(model, x), keep)[:2]
 
 
-def _through(block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
+def _block(block: Any, following: Any, h: Tensor, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
+    """From a block's normed tokens and its tokens to the following one's, and to the latter's tap (N, d)."""
+    return _norm(following.norm1, _through(block, h, x, keep), keep)
+
+
+def _block_again(block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """From a block's tokens to the following one's, and its own tap; all but x is computed again on the way back."""
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        h, x, tap = _norm(block.norm1, x, keep)
+        return _through(block, h, x, keep), tap
+
+    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+
+
+def _through(block: Any, h: Tensor, x: Tensor, keep: torch.dtype | None) -> Tensor:
     attn, (n, length, _) = block.attn, x.shape
-    h, x, tap = _norm(block.norm1, x, keep)
     q, k, v = attn.qkv(h).view(n, length, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
     a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, length, -1)
-    return _mlp(block, x + block.ls1(attn.proj(a)), keep), tap
+    return _mlp(block, x + block.ls1(attn.proj(a)), keep)
 
 
-def _last_block(block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """The same for the class token alone: (N, 1, d), and (N, d)."""
+def _end(
+    net: Any, block: Any, h: Tensor, x: Tensor, classes: Tensor | None, keep: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """The last block, for the class token alone, and the head: logits (N, C) and the final norm's tap (N, d)."""
     attn, (n, length, _) = block.attn, x.shape
-    h, x, tap = _norm(block.norm1, x, keep)
     weight, bias = attn.qkv.weight, attn.qkv.bias
     size = len(weight) // 3
     q = F.linear(h[:, :1], weight[:size], None if bias is None else bias[:size])
@@ -136,21 +159,15 @@ def _last_block(block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor
     q = q.view(n, 1, attn.num_heads, -1).transpose(1, 2)
     k, v = kv.view(n, length, 2, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
     a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, 1, -1)
-    return _mlp(block, x[:, :1] + block.ls1(attn.proj(a)), keep), tap
+    x = _mlp(block, x[:, :1] + block.ls1(attn.proj(a)), keep)
+    h, _, tap = _norm(net.norm, x, keep)
+    logits = net.head(h[:, 0]).float()
+    return logits if classes is None else logits[:, classes], tap
 
 
 def _mlp(block: Any, x: Tensor, keep: torch.dtype | None) -> Tensor:
     h, x, _ = _norm(block.norm2, x, keep)
-    hidden = block.mlp.fc1(h)  # (N, L, h)
-    hidden = F.gelu(hidden) if keep is None or not torch.is_grad_enabled() else _Gelu.apply(hidden)
-    return x + block.ls2(block.mlp.fc2(hidden))
-
-
-def _head(net: Any, x: Tensor, classes: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The logits (N, C), and the class token (N, d) as the final norm leaves it."""
-    h, _, tap = _norm(net.norm, x, None)
-    logits = net.head(h[:, 0]).float()
-    return logits if classes is None else logits[:, classes], tap
+    return x + block.ls2(block.mlp.fc2(_gelu(block.mlp.fc1(h), keep)))
 
 
 # --- what is kept for the way back
@@ -184,18 +201,36 @@ class _Norm(torch.autograd.Function):
         return *norm_backward(grad, z, scale, weight, through, tap), None, None
 
 
+def _gelu(x: Tensor, keep: torch.dtype | None) -> Tensor:
+    if keep is None:
+        return F.gelu(x)
+    return _Gelu.apply(x) if torch.is_grad_enabled() else _gelu_and_slope(x)[0]
+
+
 class _Gelu(torch.autograd.Function):
     """GELU that keeps its slope in 8 bits."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        z = x.float()
-        below = 0.5 * (1 + torch.erf(z / math.sqrt(2)))  # of a normal distribution
-        slope = below + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-        ctx.save_for_backward(((slope - LOWEST) * STEPS).round().to(torch.uint8))
-        return (z * below).to(x.dtype)
+        y, slope = _gelu_and_slope(x)
+        ctx.save_for_backward((slope * STEPS + (0.5 - LOWEST * STEPS)).to(torch.uint8))
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         [kept] = ctx.saved_tensors
         return (grad.float() * (kept.float() / STEPS + LOWEST)).to(grad.dtype)
+
+
+def _gelu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x Phi(x) in x's dtype, and its derivative in float32, from one exponential.
+
+    Phi is the normal distribution, by Abramowitz and Stegun, 7.1.26, to 1.5e-7.
+    """
+    z = x.float()
+    density = torch.exp(-0.5 * z * z)
+    t = 1 / (1 + (0.3275911 / math.sqrt(2)) * z.abs())
+    series = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
+    beyond = 0.5 * series * density  # of |z|
+    below = torch.where(z < 0, beyond, 1 - beyond)
+    return (z * below).to(x.dtype), below + z * density / math.sqrt(2 * math.pi)

@@ -73,6 +73,7 @@ class FlatStep:
         self.t, self.lr = like.new_zeros(()), like.new_zeros(())
         self.counts = torch.zeros(2, dtype=torch.int64, device=like.device)  # steps made, steps left out
         self._lr: float | None = None
+        self._known: Any = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -82,24 +83,24 @@ class FlatStep:
     @torch.no_grad()
     def take_in(self) -> None:
         """Whatever the optimizer's settings and state have become since, by a reset, a load or a guard."""
-        if self.settings is not self.optimizer.param_groups[0]:
-            self.settings = self.optimizer.param_groups[0]
+        self.settings = self.optimizer.param_groups[0]
         if self.settings["lr"] != self._lr:
             self._lr = self.settings["lr"]
             self.lr.fill_(self._lr)
-        found = [self.optimizer.state.get(p, {}) for p in self.params]
-        pairs = zip(found, self.views, strict=True)
-        if all(own.get(name) is view for own, views in pairs for name, view in views.items()):
+        if self.optimizer.state is self._known:  # loading puts another in its place
             return
+        self._known = self.optimizer.state
+        found = [self._known.get(p, {}) for p in self.params]
         self._start()
         for p, own, views in zip(self.params, found, self.views, strict=True):
             for name, view in views.items():
                 if own.get(name) is not None:
                     view.copy_(own[name])
             step = {"step": own.get("step", torch.zeros(()))} if self.counted else {}
-            self.optimizer.state[p] = {**step, **views}
+            if self.names:
+                self._known[p] = {**step, **views}
         if self.counted:
-            self.t.fill_(float(self.optimizer.state[self.params[0]]["step"]))
+            self.t.fill_(float(self._known[self.params[0]]["step"]))
 
     def _start(self) -> None:
         for name, state in zip(self.names, self.state, strict=True):
