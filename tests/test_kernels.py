@@ -1,9 +1,9 @@
-"""LayerNorm's way back: the formulas against autograd, and the kernel against the formulas."""
+"""Ways back: the formulas against autograd, and the kernel against the formulas."""
 
 import pytest
 import torch
 
-from mgtta.kernels import norm_backward, plain_norm_backward
+from mgtta.kernels import norm_backward, plain_norm_backward, qkv_backward
 
 
 def case(n, length, d, device="cpu", dtype=torch.float32):
@@ -20,6 +20,17 @@ def case(n, length, d, device="cpu", dtype=torch.float32):
     scale = (x.detach().var(-1, keepdim=True, correction=0) + 1e-6).rsqrt()
     z = (x.detach() - x.detach().mean(-1, keepdim=True)) * scale
     return (grad, z.float(), scale.float(), weight.detach().float(), through, tap), expected
+
+
+def test_queries_keys_and_values_on_their_way_back():
+    random = torch.Generator().manual_seed(0)
+    h, weight = (torch.randn(*shape, generator=random) for shape in ((2, 5, 8), (24, 8)))
+    h.requires_grad_()
+    parts = (h @ weight.T).view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind()
+    grads = [torch.randn(part.shape, generator=random) for part in parts]
+    [expected] = torch.autograd.grad(parts, h, grads)
+    torch.testing.assert_close(qkv_backward(*grads, weight), expected)
+    torch.library.opcheck(qkv_backward, (*grads, weight), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_the_formulas_are_autograds():

@@ -84,6 +84,7 @@ class Fast:
 
     def forget(self) -> None:
         """Begin afresh, after the method's tensors have moved elsewhere."""
+        self.device: torch.device | None = None
         self.network: ViT | Hooked | None = None
         self.flat: FlatStep | None = None
         self.seen: Counter[Any] = Counter()
@@ -138,6 +139,11 @@ class Fast:
         grads = torch.autograd.grad(loss, adapted, allow_unused=True)
         self.flat = FlatStep(method.optimizer, [p for p, g in zip(adapted, grads, strict=True) if g is not None])
 
+    def _device(self, method: Any) -> torch.device:
+        if self.device is None:
+            self.device = next(method.model.parameters()).device
+        return self.device
+
     def _net(self, method: Any) -> "ViT | Hooked":
         if self.network is None:
             self.network = (ViT if ViT.fits(method.model) else Hooked)(method.model, self.low_memory)
@@ -155,7 +161,7 @@ class Fast:
         return logits, how(_means)(features)
 
     def _run(self, run: Callable[..., Any], method: Any, x: Tensor, now: bool) -> tuple[Tensor, Tensor]:
-        key, device = (run.__name__, x.shape, x.dtype), next(method.model.parameters()).device
+        key, device = (run.__name__, x.shape, x.dtype), self._device(method)
         if key not in self.graphs:
             self.seen[key] += 1
             if device.type != "cuda" or not (now or self.seen[key] > PATIENCE):

@@ -1,4 +1,6 @@
-"""LayerNorm's way back in one pass over the rows: the kernel (Triton, for a GPU), and its plain twin.
+"""Ways back that a compiler does not find: LayerNorm's in one pass over the rows, and that of queries, keys and values.
+
+LayerNorm's is a kernel (Triton, for a GPU) with a plain twin.
 
 Notation    y = z w + b, z the normalised input, s = 1 / std of each row, g = dL/dy
             dL/dx = s (g w - mean(g w) - z mean(g w z)), dL/dw = sum of g z over rows, dL/db = sum of g
@@ -13,6 +15,27 @@ try:
     import triton.language as tl
 except ImportError:  # torch for the CPU comes without it
     triton = None
+
+
+@torch.library.custom_op("mgtta::qkv_backward", mutates_args=())
+def qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of h (N, L, d), where queries, keys and values (N, heads, L, size) are those of h W^T + b.
+
+    Three products that add up in place, so that the gradients need not be laid side by side first.
+    """
+    n, heads, length, size = dq.shape
+    rows = [g.transpose(1, 2).reshape(n * length, heads * size) for g in (dq, dk, dv)]
+    parts = weight.split(heads * size)
+    found = rows[0] @ parts[0]
+    for grad, part in zip(rows[1:], parts[1:], strict=True):
+        found.addmm_(grad, part)
+    return found.view(n, length, -1)
+
+
+@qkv_backward.register_fake
+def _(dq: Tensor, dk: Tensor, dv: Tensor, weight: Tensor) -> Tensor:
+    return dq.new_empty(dq.shape[0], dq.shape[2], weight.shape[1])
+
 
 PROGRAMS = 912  # each takes its share of the rows; an H200 has room for all at once
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mgtta._timm import timm
-from mgtta.kernels import norm_backward
+from mgtta.kernels import norm_backward, qkv_backward
 from mgtta.lowered import How
 from mgtta.models import Classifier
 
@@ -142,7 +142,7 @@ def _block_again(block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tenso
 
 def _through(block: Any, h: Tensor, x: Tensor, keep: torch.dtype | None) -> Tensor:
     attn, (n, length, _) = block.attn, x.shape
-    q, k, v = attn.qkv(h).view(n, length, 3, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
+    q, k, v = _QKV.apply(h, attn.qkv.weight, attn.qkv.bias, attn.num_heads)
     a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, length, -1)
     return _mlp(block, x + block.ls1(attn.proj(a)), keep)
 
@@ -199,6 +199,20 @@ class _Norm(torch.autograd.Function):
         z, scale, weight = ctx.saved_tensors
         grad, through, tap = grads
         return *norm_backward(grad, z, scale, weight, through, tap), None, None
+
+
+class _QKV(torch.autograd.Function):
+    """Queries, keys and values (N, heads, L, size) of h, from one frozen layer."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, heads: int) -> Any:
+        ctx.save_for_backward(weight)
+        n, length, _ = h.shape
+        return F.linear(h, weight, bias).view(n, length, 3, heads, -1).permute(2, 0, 3, 1, 4).unbind()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return qkv_backward(*grads, *ctx.saved_tensors), None, None, None
 
 
 def _gelu(x: Tensor, keep: torch.dtype | None) -> Tensor:
