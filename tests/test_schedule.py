@@ -9,7 +9,7 @@ from conftest import CLASSES, confident_vit, images, random_generator
 
 import mgtta
 from mgtta.files import read_tree, write_tree
-from mgtta.schedule import BURST, Schedule
+from mgtta.schedule import BURST, Schedule, summary
 
 
 def make(name="mgtta", **settings):
@@ -41,7 +41,7 @@ def follow(schedule, n, centre, unsure=1.0, seed=0):
     logits[:, 0] = -torch.tensor(unsure).log() * 10
     for _ in range(n):
         found.append(schedule.due)
-        schedule.note(logits, centre + torch.randn(64, generator=random), schedule.due)
+        schedule.note(summary(logits, [(centre + torch.randn(64, generator=random)).unsqueeze(0)]), schedule.due)
     return found
 
 
@@ -74,7 +74,7 @@ def test_rests_stay_short_as_long_as_predictions_become_surer():
         for t in range(30):
             count += schedule.due
             logits[:, 0] = slope * t
-            schedule.note(logits, torch.randn(64, generator=random), schedule.due)
+            schedule.note(summary(logits, [torch.randn(1, 64, generator=random)]), schedule.due)
         counts.append(count)
     assert counts[1] > counts[0]
 

@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mgtta.lowered import Hooked, lower
 from mgtta.models import Classifier
 from mgtta.optim.flat import RULES, FlatStep
+from mgtta.schedule import summary
 from mgtta.vit import ViT
 
 PRECISIONS = ("auto", "fp32", "bf16")
@@ -104,7 +105,7 @@ class Fast:
         return max((captured.bytes for captured in self.graphs.values()), default=0)
 
     def adapt(self, method: Any, x: Tensor, now: bool = False) -> tuple[Tensor, Tensor]:
-        """The logits of x, after which the method has learned from x; and the means of the features.
+        """The logits of x, after which the method has learned from x; and a summary for a schedule.
 
         Args:
             now: compile and capture at once, however rare the shape.
@@ -120,7 +121,7 @@ class Fast:
         return self._run(self._adapt, method, x, now)
 
     def predict(self, method: Any, x: Tensor, now: bool = False) -> tuple[Tensor, Tensor]:
-        """The logits of x as the method stands, and the means of the features."""
+        """The logits of x as the method stands, and a summary for a schedule."""
         method.model.check(x)
         with torch.inference_mode(False), torch.no_grad():
             return self._run(self._predict, method, x, now)
@@ -152,13 +153,13 @@ class Fast:
     def _adapt(self, method: Any, x: Tensor, how: Callable[..., Any]) -> tuple[Tensor, Tensor]:
         assert self.flat is not None
         logits, features = self._net(method)(x, how)
-        loss, means = how(_criterion)(method, logits, features)
+        loss, about = how(_criterion)(method, logits, features)
         how(_step)(self.flat, torch.autograd.grad(loss, self.flat.params), logits, loss)
-        return logits.detach(), means
+        return logits.detach(), about
 
     def _predict(self, method: Any, x: Tensor, how: Callable[..., Any]) -> tuple[Tensor, Tensor]:
         logits, features = self._net(method)(x, how)
-        return logits, how(_means)(features)
+        return logits, how(summary)(logits, features)
 
     def _run(self, run: Callable[..., Any], method: Any, x: Tensor, now: bool) -> tuple[Tensor, Tensor]:
         key, device = (run.__name__, x.shape, x.dtype), self._device(method)
@@ -221,26 +222,21 @@ class _Captured:
             torch.cuda.device(x.device),
             torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
         ):
-            self.logits, self.means = run()
+            self.logits, self.about = run()
         self.bytes = torch.cuda.max_memory_allocated(x.device) - before
         torch.cuda.reset_peak_memory_stats(x.device)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         self.x.copy_(x, non_blocking=True)
         self.graph.replay()
-        return self.logits.clone(), self.means.clone()
+        return self.logits.clone(), self.about.clone()
 
 
 # --- what is compiled, beside the network
 
 
 def _criterion(method: Any, logits: Tensor, features: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return method.criterion(logits, features), _means(features)
-
-
-def _means(features: list[Tensor]) -> Tensor:
-    """The means over the batch of each layer's features, one layer after another."""
-    return torch.cat([f.detach().mean(0) for f in features])
+    return method.criterion(logits, features), summary(logits, features)
 
 
 def _step(flat: FlatStep, grads: tuple[Tensor, ...], logits: Tensor, loss: Tensor) -> None:

@@ -11,6 +11,7 @@ Notation    s  means of the features of a batch, all layers one after another, (
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,6 +26,12 @@ SHIFT = 3.0  # |s - c|^2 / v from which on a batch belongs to another domain, wh
 FEW = 3.0  # batches after which v is known to a factor of 2
 GAIN = 0.05  # part of the entropy by which a rest must fall short of the one before, to be worth another like it
 MEMORY = 16  # batches that c and v look back on
+
+
+@torch.no_grad()
+def summary(logits: Tensor, features: Sequence[Tensor]) -> Tensor:
+    """What a schedule goes by: the means over the batch of each layer's features, s; and of the entropy, (D + 1,)."""
+    return torch.cat([*(f.detach().mean(0) for f in features), entropy(logits.detach()).mean().unsqueeze(0)])
 
 
 @dataclass
@@ -47,11 +54,11 @@ class Schedule:
         """Whether to learn from the next batch."""
         return self.left == 0
 
-    @torch.no_grad()
-    def note(self, logits: Tensor, means: Tensor, learned: bool) -> None:
-        """Follow a batch: its logits, the means of its features, and whether it was learned from."""
-        apart = means.new_zeros(()) if self.centre is None else (means - self.centre.to(means)).square().sum()
-        unsure, distance = torch.stack([entropy(logits).mean().to(apart), apart]).tolist()
+    def note(self, summary: Tensor, learned: bool) -> None:
+        """Follow a batch: what `summary` says of it, and whether it was learned from. Waits for the device."""
+        found = summary.cpu()
+        means, unsure = found[:-1], float(found[-1])
+        distance = 0.0 if self.centre is None else float((means - self.centre).square().sum())
         if not (math.isfinite(unsure) and math.isfinite(distance)):
             return
         if self.seen > 1 and distance > SHIFT * (1 + FEW / self.seen) * self.spread:
@@ -83,7 +90,7 @@ class Schedule:
         if self.centre is None:
             self.centre = means.clone()
             return
-        self.centre = self.centre.to(means) + (means - self.centre.to(means)) / self.seen
+        self.centre = self.centre + (means - self.centre) / self.seen
         weight = 1 / (self.seen - 1)
         self.spread = (1 - weight) * self.spread + weight * distance * (self.seen - 1) / self.seen
 

@@ -17,7 +17,7 @@ from mgtta.files import fingerprint
 from mgtta.lowered import lower
 from mgtta.models import Classifier
 from mgtta.params import batch_norms
-from mgtta.schedule import Schedule
+from mgtta.schedule import Schedule, summary
 from mgtta.taps import FirstPass
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
@@ -175,9 +175,9 @@ class Method(nn.Module):
                 x = x.clone()
             learns = self.schedule is None or self.schedule.due
             with torch.set_grad_enabled(learns):
-                logits, means = self._taken(x, learns)
-            if self.schedule is not None and means is not None:
-                self.schedule.note(logits, means, learns)
+                logits, about = self._taken(x, learns)
+            if self.schedule is not None and about is not None:
+                self.schedule.note(about, learns)
         if logits.is_cuda and self.max_seconds is not None:
             torch.cuda.synchronize(logits.device)
         took = time.perf_counter() - began
@@ -185,7 +185,7 @@ class Method(nn.Module):
         return logits
 
     def _taken(self, x: Tensor, learns: bool) -> tuple[Tensor, Tensor | None]:
-        """The logits of x, learned from or not; and the means of the features, where a schedule wants them."""
+        """The logits of x, learned from or not; and a summary for a schedule, where there is one."""
         if self.fast is not None:
             return self.fast.adapt(self, x) if learns else self.fast.predict(self, x)
         run = self.adapt if learns else self.predict
@@ -193,7 +193,7 @@ class Method(nn.Module):
             return run(x).detach(), None
         with FirstPass(self.model.net, self.model._taps) as first:
             logits = run(x).detach()
-        return logits, torch.cat([f.mean(0) for f in self.model.in_order(first.found)])
+        return logits, summary(logits, self.model.in_order(first.found))
 
     def predict(self, x: Tensor) -> Tensor:
         """The logits of x as the method stands, without adapting."""
