@@ -12,7 +12,7 @@ accuracy  DeiT-Tiny on ImageNet under the 15 corruptions: the fast path against 
 Weights are random where the package ships none: they don't change the work. The contenders take turns, batch by batch;
 a figure is the median over rounds, after each has been warmed up. On a CPU it is one thread's CPU time; on a GPU, wall
 time between two waits for it. Memory is what a contender adds to what was there before it, weights included: the peak
-of what torch has allocated, and what CUDA graphs hold. `--quick` does all of it small.
+of what torch has allocated, within CUDA graphs too. `--quick` does all of it small.
 
 The parts' figures go to OUT/speed.json, from which OUT/speed.md and OUT/speed.svg are written.
 """
@@ -110,14 +110,14 @@ class Contender:
 
     Attributes:
         make: prepares it, warmed up, and gives the function to time.
-        graph_bytes: what CUDA graphs hold, once it is made.
+        graph_bytes: what CUDA graphs take, once it is made; True: what they have reserved.
     """
 
     name: str
     make: Callable[[], Callable[[], object]]
     precision: str = ""
     tf32: bool = False
-    graph_bytes: Callable[[], int] = lambda: 0
+    graph_bytes: Callable[[bool], int] = lambda _: 0
 
 
 def measure(contenders: list[Contender], rounds: int, device: str) -> list[dict[str, Any]]:
@@ -130,9 +130,10 @@ def measure(contenders: list[Contender], rounds: int, device: str) -> list[dict[
         step = contender.make()
         for _ in range(3 if device == "cuda" else 1):
             step()
-        peak = _peak(step, device) - base + contender.graph_bytes()
+        peak = _peak(step, device) - base + contender.graph_bytes(False)
         steps.append(step)
         row = {"name": contender.name, "precision": contender.precision, "peak": peak if device == "cuda" else None}
+        row["graphs hold"] = contender.graph_bytes(True)
         rows.append({**row, "ready": time.perf_counter() - began})
         print(f"{contender.name} {contender.precision}: ready after {rows[-1]['ready']:.0f} s", file=sys.stderr)
     now, times = clock(device), [[] for _ in contenders]
@@ -201,8 +202,9 @@ def method_of(label: str, name: str, model: mgtta.Classifier, x: Tensor, precisi
         kept.append(method)
         return lambda: method(x)
 
-    def graph_bytes() -> int:
-        return 0 if kept[0].fast is None else kept[0].fast.graph_bytes
+    def graph_bytes(reserved: bool) -> int:
+        fast = kept[0].fast
+        return 0 if fast is None else fast.graphs_hold if reserved else fast.graph_bytes
 
     return Contender(label, make, precision, precision == "tf32", graph_bytes)
 
@@ -441,6 +443,12 @@ def _bars(part: dict[str, Any]) -> str:
         )
     if low := found.get(("MGTTA, low memory", precision)):
         lines.append(f"With low memory a step takes {low['seconds'] / whole:.2f} times as long.")
+    if part["gpu"]:
+        held = found["MGTTA", precision]["graphs hold"], found["MGTTA, low memory", precision]["graphs hold"]
+        lines.append(
+            f"The CUDA graphs of a step and of a prediction have {held[0] / 1e6:,.0f} MB reserved, gaps included; with "
+            f"low memory {held[1] / 1e6:,.0f} MB."
+        )
     return "\n".join(f"- {line}" for line in lines)
 
 

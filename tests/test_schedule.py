@@ -51,7 +51,7 @@ def test_a_burst_then_ever_longer_rests():
     assert found[:BURST] == [True] * BURST
     at = [i for i, learns in enumerate(found) if learns][BURST - 1 :]
     rests = [b - a - 1 for a, b in pairwise(at)]
-    assert rests == [2, 4, 8, 16]
+    assert rests == [4, 8, 16]
     assert schedule.shifts == 0
 
 
@@ -86,7 +86,7 @@ def test_a_stream_with_one_shift(name, precision):
     same, other = [images(32, seed=t) for t in range(16)], [dark(images(32, seed=t)) for t in range(100, 112)]
     before, after = learned(method, same), learned(method, other)
     assert before[:BURST] == [True] * BURST
-    assert sum(before) <= BURST + 4
+    assert sum(before) < 12
     assert method.schedule.shifts >= 1
     assert sum(after) >= BURST
     assert method(images(32)).isfinite().all()

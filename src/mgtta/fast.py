@@ -104,6 +104,11 @@ class Fast:
         """What the graphs take of the GPU's memory, which torch does not count as allocated."""
         return max((captured.bytes for captured in self.graphs.values()), default=0)
 
+    @property
+    def graphs_hold(self) -> int:
+        """What the graphs have reserved for good, gaps between tensors included."""
+        return sum(captured.held for captured in self.graphs.values())
+
     def adapt(self, method: Any, x: Tensor, now: bool = False) -> tuple[Tensor, Tensor]:
         """The logits of x, after which the method has learned from x; and a summary for a schedule.
 
@@ -202,7 +207,8 @@ class _Captured:
     """A CUDA graph of what `run` does with the images in `x`, and where it leaves what it gives.
 
     Attributes:
-        bytes: that `run` takes of the GPU's memory at most. Graphs hold it for good, and share it.
+        bytes: that `run` takes of the GPU's memory at most, as torch counts what is allocated.
+        held: by which the graphs' common pool has grown for it, gaps between tensors included.
     """
 
     def __init__(self, run: Callable[[], Any], x: Tensor, pool: Any):
@@ -216,7 +222,7 @@ class _Captured:
         torch.cuda.synchronize(x.device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(x.device)
-        before = torch.cuda.memory_allocated(x.device)
+        before, held = torch.cuda.memory_allocated(x.device), torch.cuda.memory_reserved(x.device)
         with (
             _compiling(x.device),
             torch.cuda.device(x.device),
@@ -224,6 +230,7 @@ class _Captured:
         ):
             self.logits, self.about = run()
         self.bytes = torch.cuda.max_memory_allocated(x.device) - before
+        self.held = torch.cuda.memory_reserved(x.device) - held
         torch.cuda.reset_peak_memory_stats(x.device)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,9 @@
 
 A step of adaptation costs twice a forward pass, and most of what is to be learned of a new domain is learned from its
 first batches. So a method that follows a schedule learns from the first `BURST` batches after a start or a shift. Then
-it rests for two batches, learns from one, rests for four, and so on: the rest doubles unless the last one shows that
-learning has made the predictions surer. While it rests, the forward pass gives all that is needed to notice a shift:
-the means of each layer's features, which leave the range that they have moved in so far.
+it rests for `REST` batches, learns from one, rests for twice as many, and so on: the rest doubles unless the last one
+shows that learning has made the predictions surer. While it rests, the forward pass gives all that is needed to notice
+a shift: the means of each layer's features, which leave the range that they have moved in so far.
 
 Notation    s  means of the features of a batch, all layers one after another, (D,)
             c, v  mean of s, and mean squared distance from it, over the batches of the domain
@@ -12,7 +12,7 @@ Notation    s  means of the features of a batch, all layers one after another, (
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from torch import Tensor
 from mgtta.losses import entropy
 
 SCHEDULES = ("always", "auto")
-BURST = 3  # batches learned from after a start or a shift
-SHIFT = 3.0  # |s - c|^2 / v from which on a batch belongs to another domain, where v is well known
+BURST = 4  # batches learned from after a start or a shift
+REST = 4  # batches of the first rest
+SHIFT = 2.5  # |s - c|^2 / v from which on a batch belongs to another domain, where v is well known
 FEW = 3.0  # batches after which v is known to a factor of 2
 GAIN = 0.05  # part of the entropy by which a rest must fall short of the one before, to be worth another like it
 MEMORY = 16  # batches that c and v look back on
@@ -39,7 +40,7 @@ class Schedule:
     """What is known of the domain at hand; all of it is saved and reset with the method."""
 
     learned: int = 0  # batches, since the shift
-    rest: int = 2  # batches without learning that are due before the next with
+    rest: int = field(default_factory=lambda: REST)  # batches without learning before the next with
     left: int = 0  # of them
     seen: int = 0  # batches in c
     centre: Tensor | None = None  # c
