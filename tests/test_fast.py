@@ -15,6 +15,8 @@ from mgtta.data.glyphs import Glyphs
 from mgtta.data.streams import corrupted, stream
 from mgtta.files import read_tree, write_tree
 from mgtta.losses import entropy
+from mgtta.methods.tent import Tent
+from mgtta.optim import optimizer_factory
 from mgtta.optim.flat import FlatStep
 
 NAMES = ("noadapt", "tent", "eq7_sgd", "eq7_adam", "mgtta", "mgtta_lstm")
@@ -66,8 +68,15 @@ def test_on_characters_it_predicts_what_float32_does():
     assert agree.float().mean() > 0.95
 
 
-def test_auto_is_float32_without_a_gpu(model, source):
+def test_who_may_take_it(model, source):
     assert mgtta.create("tent", model).precision == "fp32"
+    assert mgtta.create("tent", model, precision="auto").precision == "fp32"  # there is no GPU
+
+    class Other(Tent):
+        """Inherits a static step, and may do anything."""
+
+    with pytest.raises(ValueError, match="values of the batch"):
+        fast.takes(Other(model, optimizer_factory("sgd", 0.1)), "bf16")
     for name, message in (("sar", "values of the batch"), ("cotta", "values"), ("lame", "values")):
         with pytest.raises(ValueError, match=message):
             mgtta.create(name, model, precision="bf16")
@@ -165,6 +174,30 @@ def test_a_changed_learning_rate_counts():
     method.optimizer.param_groups[0]["lr"] = 0.1
     method(images(8))
     assert not all(torch.equal(t, start[key]) for key, t in method.state_dict()["params"].items())
+
+
+@pytest.mark.parametrize("name", ["tent", "mgtta"])
+def test_a_falling_rate_falls_by_updates_on_the_device(name):
+    """A reset, a skipped batch and a load count as they do in float32."""
+    exact, quick = make(name, precision="fp32", lr=1e-3), make(name, lr=1e-3)
+    bad = images(8)
+    bad[0, 0, 0, 0] = float("nan")
+    for method in (exact, quick):
+        method.decay = 2.0
+        for x in [*batches(2), bad, *batches(2)]:
+            method(x)
+    way = {}
+    for method in (exact, quick):
+        start = method._start["params"]
+        way[method] = sum(float((p.detach() - start[key]).square().sum()) for key, p in method.adapted.items()) ** 0.5
+    assert way[quick] == pytest.approx(way[exact], rel=0.05)
+    assert float(quick.fast.flat.age) == quick.updates == 4
+    quick.reset()
+    quick(images(8))
+    assert float(quick.fast.flat.age) == quick.updates == 1
+    quick.updates = 7
+    quick(images(8))
+    assert float(quick.fast.flat.age) == quick.updates == 8
 
 
 # --- the pieces
@@ -288,8 +321,8 @@ def close(a, b):
     return (a - b).norm() < 0.05 * b.norm()
 
 
-def on_gpu(name, **more):
-    return make(name, device="cuda", **more)
+def on_gpu(name, net=None, **more):
+    return make(name, net, device="cuda", **more)
 
 
 @pytest.fixture
@@ -399,5 +432,7 @@ class TestOnTheGPU:
     def test_auto_takes_it(self):
         for name in NAMES:
             assert on_gpu(name, precision="auto").precision == "bf16"
+            assert on_gpu(name, precision="fp32").precision == "fp32"
+        assert on_gpu("tent", NETS["batchnorm"](), precision="auto").precision == "fp32"
         assert on_gpu("tent", precision="auto", max_seconds=1.0).precision == "fp32"
-        assert mgtta.create("sar", mgtta.load_model(vit()).to("cuda")).precision == "fp32"
+        assert mgtta.create("sar", mgtta.load_model(vit()).to("cuda"), precision="auto").precision == "fp32"

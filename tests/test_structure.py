@@ -76,6 +76,14 @@ def test_importing_the_package_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_the_fast_path_is_loaded_for_those_alone_who_ask():
+    code = (
+        "import sys, mgtta, mgtta.bench; mgtta.create('tent', mgtta.load_model('glyphs_vit')); "
+        "sys.exit(any(name in sys.modules for name in ('mgtta.fast', 'mgtta.vit', 'mgtta.kernels', 'triton')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_files_of_methods_are_short():
     for path in set((ROOT / "methods").glob("*.py")) - {ROOT / "methods" / "base.py"}:
         assert path.read_text().count("\n") < 150, path.name

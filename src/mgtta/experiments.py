@@ -41,13 +41,8 @@ class Setup:
     device: str = "cpu"
     tf32: bool = False  # matrix products on the GPU rounded to TF32: faster, and no longer exact
     ranks: int = 1  # processes that share every batch
-    precision: str = "auto"  # as `create` takes it; with tf32, "auto" is "fp32"
+    precision: str = "fp32"  # as `create` takes it
     profile: bool = False  # whether records say where the time went
-
-    @property
-    def asked(self) -> str:
-        """The precision to create methods with."""
-        return "fp32" if self.tf32 and self.precision == "auto" else self.precision
 
 
 @dataclass(frozen=True)
@@ -101,8 +96,8 @@ class Cell:
         cell = dataclasses.replace(self, experiment="", chosen_from=())
         if self.method in STILL:
             cell = dataclasses.replace(cell, max_updates=None, max_seconds=None, settings=())
-        exact = setup.asked == "fp32" or (setup.asked == "auto" and not setup.device.startswith("cuda"))
-        precision = Setup.precision if exact else f"{setup.asked}, not float32"
+        exact = setup.precision == "auto" and not setup.device.startswith("cuda")
+        precision = Setup.precision if exact else setup.precision
         place = setup if cell.timed else dataclasses.replace(setup, device="cpu", ranks=1)
         return digest([cell, dataclasses.replace(place, precision=precision, profile=False)])
 

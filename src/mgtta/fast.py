@@ -10,7 +10,6 @@ replayed. Both take their time, so a shape is run as it is until it has come `PA
 Reset and load copy into the tensors that a graph holds, so that it stays.
 """
 
-import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -22,13 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mgtta.lowered import Hooked, lower
-from mgtta.models import Classifier
+from mgtta.lowered import Hooked
 from mgtta.optim.flat import RULES, FlatStep
 from mgtta.schedule import summary
 from mgtta.vit import ViT
 
-PRECISIONS = ("auto", "fp32", "bf16")
 PATIENCE = 32  # batches of a shape before it is compiled
 KEPT = 4  # graphs, the latest ones
 RECOMPILES = 512  # that dynamo allows: all methods of a process share what is compiled
@@ -37,39 +34,26 @@ ATTENTION = [  # the first that can
 ]  # fmt: skip
 
 
-def precision_of(precision: str, method: Any) -> str:
-    """ "fp32" or "bf16", for the method as it stands; "auto" takes bf16 where nothing speaks against it."""
+def takes(method: Any, precision: str) -> bool:
+    """Whether the method, as it stands, is to take the fast path: with "bf16" it must, with "auto" it may."""
     reason = why_not(method)
-    if precision == "bf16" and reason is not None:
-        raise ValueError(f"precision='bf16' is not for {method.name}: {reason}; take precision='fp32'")
-    if precision != "auto":
-        return precision
-    device = next(method.model.parameters()).device
-    usable = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return "bf16" if usable and reason is None and method.max_seconds is None and _works(method.model) else "fp32"
+    if precision == "bf16":
+        if reason is not None:
+            raise ValueError(f"precision='bf16' is not for {method.name}: {reason}; take precision='fp32'")
+        return True
+    known = reason is None and method.max_seconds is None and ViT.fits(method.model)
+    return known and next(method.model.parameters()).is_cuda and torch.cuda.is_bf16_supported()
 
 
 def why_not(method: Any) -> str | None:
     """What keeps a method from the fast path; None where nothing does."""
-    if not method.static_step:
+    if not vars(type(method)).get("static_step"):
         return "what it does hangs on values of the batch, not on its shape alone"
     if method.optimizer is not None and type(method.optimizer) not in RULES:
         return f"its optimizer is {type(method.optimizer).__name__}"
     if next(method.model.parameters()).dtype != torch.float32:
         return "its model is not float32"
     return "ranks share its batches" if method.ranks.size > 1 else None
-
-
-@torch.no_grad()
-def _works(model: Classifier) -> bool:
-    """Whether the network runs in bfloat16 at all: one of your own may fix dtypes in its code."""
-    try:
-        side = model.input_size[0]
-        channels = 3 if model.mean is None else model.mean.shape[1]
-        like = next(model.parameters())
-        return bool(lower(copy.deepcopy(model))(like.new_zeros(2, channels, side, side)).isfinite().all())
-    except (RuntimeError, ValueError, TypeError, AssertionError):
-        return False
 
 
 class Fast:
@@ -91,7 +75,7 @@ class Fast:
         self.seen: Counter[Any] = Counter()
         self.graphs: dict[Any, _Captured] = {}
         self.pool: Any = None
-        self.pending = False
+        self.pending, self.known = False, -1  # the updates that `flat` knows of
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Fast":
         return memo.setdefault(id(self), Fast(self.low_memory))
@@ -122,6 +106,9 @@ class Fast:
             self._lay_out(method, x)
         assert self.flat is not None
         self.flat.take_in()
+        if method._updates != self.known:  # a reset, a load or a guard has set it
+            self.known = method._updates
+            self.flat.age.fill_(self.known)
         self.pending = True
         return self._run(self._adapt, method, x, now)
 
@@ -131,19 +118,22 @@ class Fast:
         with torch.inference_mode(False), torch.no_grad():
             return self._run(self._predict, method, x, now)
 
-    def settle(self) -> tuple[int, int]:
-        """Updates and skipped batches since the last call; waits for the device where there are any."""
+    def settle(self, updates: int) -> tuple[int, int]:
+        """Updates and skipped batches since the last call, before which there were `updates`; waits for the device."""
         if not self.pending or self.flat is None:
             return 0, 0
         self.pending = False
-        return self.flat.settle()
+        made, left_out = self.flat.settle()
+        self.known = updates + made
+        return made, left_out
 
     def _lay_out(self, method: Any, x: Tensor) -> None:
         """Find the parameters that get gradients, once, and lay them out as one vector."""
         adapted = list(method.adapted.values())
         loss = method.criterion(*self._net(method)(x[:2], _as_it_is))
         grads = torch.autograd.grad(loss, adapted, allow_unused=True)
-        self.flat = FlatStep(method.optimizer, [p for p, g in zip(adapted, grads, strict=True) if g is not None])
+        learned = [p for p, g in zip(adapted, grads, strict=True) if g is not None]
+        self.flat = FlatStep(method.optimizer, learned, method.decay)
 
     def _device(self, method: Any) -> torch.device:
         if self.device is None:

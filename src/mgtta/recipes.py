@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 from mgtta.checkpoint import load_generator
 from mgtta.distributed import ranks_of
 from mgtta.errors import unknown
-from mgtta.fast import PRECISIONS, precision_of
 from mgtta.fisher import Fisher, load_fisher
 from mgtta.generator import MetaGradientGenerator
 from mgtta.guard import Guard, guarded
@@ -35,6 +34,7 @@ from mgtta.optim import optimizer_factory
 from mgtta.schedule import SCHEDULES, Schedule
 from mgtta.source import SourceStatistics, load_source
 
+PRECISIONS = ("auto", "fp32", "bf16")
 OF_ALL = ("max_updates", "max_seconds", "process_group", "guard", "precision", "low_memory", "schedule")  # methods
 Source = SourceStatistics | str | os.PathLike
 Generator = MetaGradientGenerator | str | os.PathLike
@@ -316,7 +316,7 @@ def create(
     max_seconds: float | None = None,
     process_group: ProcessGroup | None = None,
     guard: Guard | bool = False,
-    precision: str = "auto",
+    precision: str = "fp32",
     low_memory: bool = False,
     schedule: str = "always",
     **settings: Any,
@@ -330,7 +330,7 @@ def create(
         guard: True, or mgtta.Guard(...): watch for collapse, see mgtta.guard.
         precision: "fp32", exact; "bf16", the fast path: frozen weights in bfloat16, all that adapts in float32, on a
             GPU compiled and captured, see mgtta.fast; "auto": the fast path for NoAdapt, TENT and Eq. 7 with any
-            optimizer where a float32 model is on a GPU that has bfloat16, and no ranks or seconds are named.
+            optimizer where a plain ViT in float32 is on a GPU that has bfloat16, and no ranks or seconds are named.
         low_memory: on the fast path, recompute activations where they would be kept: slower.
         schedule: "auto" learns at once after a shift and then ever more rarely, see mgtta.schedule.
     """
@@ -363,9 +363,12 @@ def create(
         method.join(ranks_of(process_group))
         chosen = repr((max_updates, max_seconds, sorted(settings.items())))  # of tensors, a few digits of some numbers
         method.ranks.agree("model, method and settings", [method.fingerprint, method.kind, chosen])
-    if precision_of(precision, method) == "bf16":
-        method.quicken(low_memory)
-    elif low_memory:
+    if precision != "fp32":
+        from mgtta.fast import takes
+
+        if takes(method, precision):
+            method.quicken(low_memory)
+    if low_memory and method.fast is None:
         raise ValueError("low_memory belongs to the fast path: precision='bf16', with a method that has one")
     return method if guard is False else guarded(method, guard)
 

@@ -1,24 +1,26 @@
 """What every method is: a classifier that predicts, then adapts, on every call, and never sees a label."""
 
 import copy
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mgtta.distributed import ALONE, Alone
-from mgtta.fast import Fast
 from mgtta.files import fingerprint
-from mgtta.lowered import lower
 from mgtta.models import Classifier
 from mgtta.params import batch_norms
 from mgtta.schedule import Schedule, summary
 from mgtta.taps import FirstPass
+
+if TYPE_CHECKING:
+    from mgtta.fast import Fast  # with its compiler and kernels, for those alone who ask for it
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -79,8 +81,8 @@ class Method(nn.Module):
     needs: tuple[str, ...] = ()  # beside the model and the images, as `mgtta list` shows it
     ranks: Alone = ALONE
     shares_batches = False  # whether all that hangs on a whole batch is asked of `ranks`
-    static_step = False  # whether a step does the same whatever the values in a batch, so that `fast` may take it
-    fast: Fast | None = None
+    static_step = False  # whether a step does the same whatever is in a batch; each class says so for itself
+    fast: "Fast | None" = None
     schedule: Schedule | None = None
 
     def __init__(self, model: Classifier):
@@ -128,6 +130,9 @@ class Method(nn.Module):
 
     def quicken(self, low_memory: bool = False) -> None:
         """Take steps with the frozen weights in bfloat16 from now on: see mgtta.fast."""
+        from mgtta.fast import Fast
+        from mgtta.lowered import lower
+
         lower(self.model)
         self.fast = Fast(low_memory)
 
@@ -158,7 +163,7 @@ class Method(nn.Module):
     def _settle(self) -> None:
         """Count what the fast path has done since it was last asked."""
         if self.fast is not None:
-            made, left_out = self.fast.settle()
+            made, left_out = self.fast.settle(self._updates)
             self._updates += made
             self._skipped += left_out
 
@@ -351,6 +356,7 @@ class GradientMethod(Method):
 
     optimizer: Optimizer
     needs: tuple[str, ...] = ("gradients",)
+    decay = math.inf
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ A step whose gradient is not finite leaves all of them as they were; what was do
 Shapes: n coordinates of all parameters together.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,9 +50,10 @@ class FlatStep:
 
     Args:
         params: those of its one group that get gradients, float32 and on one device.
+        decay: the learning rate of an update after k others is lr / sqrt(1 + k / decay).
     """
 
-    def __init__(self, optimizer: Optimizer, params: Sequence[nn.Parameter]):
+    def __init__(self, optimizer: Optimizer, params: Sequence[nn.Parameter], decay: float = math.inf):
         [self.settings] = optimizer.param_groups
         self.optimizer, self.params, self.sizes = optimizer, list(params), [p.numel() for p in params]
         self.rule, self.names = RULES[type(optimizer)]
@@ -70,7 +72,7 @@ class FlatStep:
             {name: part.view_as(p) if part.ndim == 1 else part for name, part in zip(self.names, parts, strict=True)}
             for p, *parts in zip(params, *(s.split(self.sizes) for s in self.state), strict=True)
         ]
-        self.t, self.lr = like.new_zeros(()), like.new_zeros(())
+        self.t, self.lr, self.age, self.decay = like.new_zeros(()), like.new_zeros(()), like.new_zeros(()), decay
         self.counts = torch.zeros(2, dtype=torch.int64, device=like.device)  # steps made, steps left out
         self._lr: float | None = None
         self._known: Any = None
@@ -78,7 +80,7 @@ class FlatStep:
     @property
     def tensors(self) -> list[Tensor]:
         """All that a step changes."""
-        return [self.theta, *self.state, self.t, self.counts]
+        return [self.theta, *self.state, self.t, self.age, self.counts]
 
     @torch.no_grad()
     def take_in(self) -> None:
@@ -111,14 +113,16 @@ class FlatStep:
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor], sound: Tensor) -> None:
-        """theta <- theta - lr * update, where `sound` and all gradients are finite; nothing but a count where not."""
+        """theta <- theta - lr * pace * update, where `sound` and all gradients are finite; a count alone where not."""
         grad = torch.cat([g.flatten() for g in grads])
         fine = sound & grad.isfinite().all()
         update, state = self.rule(self, grad, self.state)
         for old, new in zip(self.state, state, strict=True):
             old.copy_(torch.where(fine, new, old))
-        self.theta.sub_(torch.where(fine, self.lr * update, 0.0))
+        pace = (1 + self.age / self.decay).rsqrt()
+        self.theta.sub_(torch.where(fine, self.lr * pace * update, 0.0))
         self.t.add_(fine)
+        self.age.add_(fine)
         self.counts.add_(torch.stack([fine, ~fine]))
 
     def settle(self) -> tuple[int, int]:
