@@ -25,6 +25,7 @@ from mgtta.data.streams import Batch, corrupted, stream
 from mgtta.files import atomic
 from mgtta.methods.base import Method
 
+UNSEEN = 7  # a seed of characters on which nothing was ever chosen
 RATES = {"tent": 1e-3, "eata": 2.5e-4, "mgtta": 5e-3}  # the papers' own; MGTTA's is the one of the README
 HOSTILE = {
     "rate x 10": "the 15 corruptions one after another, at ten times the learning rate",
@@ -42,7 +43,7 @@ BENIGN = {
 
 def batches(name: str, images: int, seed: int) -> Iterator[Batch]:
     each = images // len(CORRUPTIONS) // (2 if name == "noise" else 1)
-    domains = corrupted(Held(Glyphs(each), Room(2**30)))
+    domains = corrupted(Held(Glyphs(each, UNSEEN), Room(2**30)))
     size = 1 if name == "batch of 1" else 64
     if name == "one class":
         return iter(stream(domains, batch_size=size, mixed=True, imbalance=math.inf, seed=seed))

@@ -47,6 +47,7 @@ from mgtta.files import atomic
 from mgtta.optim.flat import FlatStep
 from mgtta.optim.mgg import BETAS, EPS, generator_inputs
 from mgtta.recipes import needs_source
+from mgtta.shipped import shipped
 
 PARTS = ("step", "growth", "data", "accuracy")
 BATCHES = 782  # of 64 images: the 50,000 of one corruption
@@ -182,7 +183,7 @@ def _peak(step: Callable[[], object], device: str) -> int:
 def classifier(name: str, device: str) -> mgtta.Classifier:
     torch.manual_seed(0)
     with torch.device(device):
-        net = name if name == "glyphs_vit" else timm.create_model(name)
+        net = name if name in shipped("models") else timm.create_model(name)
     return mgtta.load_model(net).to(device)
 
 
@@ -525,7 +526,7 @@ def plot(part: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS[:3])
-    parser.add_argument("--model", default="vit_base_patch16_224", help="of `step`: a timm name, or glyphs_vit")
+    parser.add_argument("--model", default="vit_base_patch16_224", help="of `step`: a timm name, or a shipped one")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

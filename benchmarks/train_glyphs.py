@@ -1,6 +1,6 @@
-"""Trains the source model of the embedded benchmark: a small ViT on rendered characters.
+"""Trains the source model of the embedded benchmark: a small ViT with a convolutional stem on rendered characters.
 
-    python benchmarks/train_glyphs.py --out DIR --device cuda --strength 0.5 0.75 1,noise=0.3
+    python benchmarks/train_glyphs.py --out DIR --device cuda --strength 0 0,contrast=4,share=0.2
 
 Each word after --strength is one training: a factor on every augmentation, then knobs that replace single
 values. The augmentation is generic and mild; none of it is a test corruption. Clean accuracy and accuracy
@@ -31,6 +31,7 @@ import mgtta
 from mgtta._timm import timm
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS, corrupt
 from mgtta.data.glyphs import CLASSES, SIZE, TEST_SEED, TRAIN_SEED, Glyphs
+from mgtta.models import vision_transformer
 
 MEAN = STD = 0.5
 SEVERITY = 5
@@ -40,7 +41,6 @@ QUICK = {
     "steps": 60,
     "batch": 64,
     "processes": 1,
-    "patch": 12,
     "width": 48,
     "depth": 2,
 }
@@ -48,8 +48,9 @@ QUICK = {
 
 @dataclass(frozen=True)
 class Augment:
-    """Random changes of images (N, 3, H, W) in [0, 1]; each is applied to half of the images."""
+    """Random changes of images (N, 3, H, W) in [0, 1]; each is applied to a share of the images."""
 
+    share: float = 0.5
     noise: float = 0.15  # standard deviation, at most
     blur: float = 1.5  # passes of a 3 x 3 box, at most
     colour: float = 0.4  # saturation lost; half of it for brightness, a quarter for one channel
@@ -62,7 +63,7 @@ class Augment:
     def parse(cls, text: str) -> "Augment":
         """From "0.75" or "0.75,noise=0.3": a factor on the defaults, then absolute values."""
         factor, *knobs = text.split(",")
-        scaled = {name: value * float(factor) for name, value in asdict(cls()).items()}
+        scaled = {name: value * float(factor) for name, value in asdict(cls()).items()} | {"share": cls.share}
         for name, value in (knob.split("=") for knob in knobs):
             if name not in scaled:
                 raise argparse.ArgumentTypeError(f"no augmentation {name!r}; there are {', '.join(scaled)}")
@@ -75,15 +76,13 @@ class Augment:
         noise = math.sqrt(12) * (torch.rand_like(x) - 0.5)
         return (x + self._amount(x, self.noise) * noise).clamp(0, 1)
 
-    @staticmethod
-    def _amount(x: Tensor, most: float, channels: int = 1) -> Tensor:
-        """(N, channels, 1, 1): zero for half of the images, uniform in [0, most] for the others."""
-        on = torch.rand(len(x), 1, 1, 1, device=x.device) < 0.5
+    def _amount(self, x: Tensor, most: float, channels: int = 1) -> Tensor:
+        """(N, channels, 1, 1): uniform in [0, most] for a share of the images, zero for the others."""
+        on = torch.rand(len(x), 1, 1, 1, device=x.device) < self.share
         return most * on * torch.rand(len(x), channels, 1, 1, device=x.device)
 
-    @classmethod
-    def _signed(cls, x: Tensor, most: float, channels: int = 1) -> Tensor:
-        amount = cls._amount(x, most, channels)
+    def _signed(self, x: Tensor, most: float, channels: int = 1) -> Tensor:
+        amount = self._amount(x, most, channels)
         return torch.where(torch.rand_like(amount) < 0.5, amount, -amount)
 
     def _warp(self, x: Tensor) -> Tensor:
@@ -229,17 +228,17 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     add("--out", required=True, help="folder for the weights and figures.json")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--strength", nargs="+", default=["1"], help="FACTOR[,knob=value...], one training each")
-    add("--steps", type=int, default=6000)
+    add("--steps", type=int, default=1200)
     add("--seconds", type=float, default=math.inf, help="end a training after this time, if before its steps")
     add("--batch", type=int, default=1024)
-    add("--lr", type=float, default=1e-3)
+    add("--lr", type=float, default=1.5e-3)
     add("--smoothing", type=float, default=0.0, help="label smoothing")
-    add("--train-images", type=int, default=200_000)
+    add("--train-images", type=int, default=50_000)
     add("--test-images", type=int, default=2048)
-    add("--patch", type=int, default=6)
-    add("--width", type=int, default=192)
-    add("--depth", type=int, default=8)
-    add("--heads", type=int, default=3)
+    add("--width", type=int, default=96)
+    add("--depth", type=int, default=6)
+    add("--heads", type=int, default=4)
+    add("--plain", action="store_true", help="patches in place of the convolutional stem: LayerNorm alone")
     add("--seed", type=int, default=0, help="of weights, batches and augmentation")
     add("--processes", type=int, default=os.cpu_count(), help="that render")
     add("--compile", action="store_true", help="torch.compile the model")
@@ -262,6 +261,11 @@ def render(n: int, seed: int, device: str, processes: int = 1) -> tuple[Tensor, 
     return images.to(device), labels.to(device)
 
 
+def stem(width: int) -> dict[str, list[int]]:
+    """Two convolutions: 48 -> 24 -> 8."""
+    return {"channels": [width // 4, width // 2], "kernel_size": [3, 3], "stride": [2, 3], "padding": [1, 1]}
+
+
 def main(words: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     """Returns the figures of each training."""
     args = parse(words)
@@ -278,14 +282,14 @@ def main(words: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
 
     architecture = {
         "img_size": SIZE,
-        "patch_size": args.patch,
         "embed_dim": args.width,
         "depth": args.depth,
         "num_heads": args.heads,
         "num_classes": len(CLASSES),
+        **({"patch_size": 6} if args.plain else {"stem": stem(args.width)}),  # 8 x 8 tokens, both
     }
     torch.manual_seed(args.seed)
-    model = timm.models.VisionTransformer(**architecture).to(args.device)
+    model = vision_transformer(**architecture).to(args.device)
     initial = {name: p.clone() for name, p in model.state_dict().items()}
     say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters on {args.device}")
 
@@ -309,7 +313,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
             "versions": versions(),
         }
         short = strength.replace(",", "-").replace("=", "")
-        save(out / f"glyphs-vit-{short}.safetensors", weights, metadata)
+        save(out / f"glyphs-{'plain' if args.plain else 'vit'}-{short}.safetensors", weights, metadata)
         (out / "figures.json").write_text(json.dumps(trials, indent=1) + "\n")
     say(table(trials))
     return trials

@@ -38,6 +38,7 @@ PAPERS: dict[str, list[tuple[str, str | None]]] = {
     "eq7_adam": [MGTTA],
     "mgtta": [MGTTA],
     "mgtta_lstm": [MGTTA],
+    "mgtta_plus": [],
 }
 
 

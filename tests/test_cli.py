@@ -140,7 +140,7 @@ def test_adapt_a_timm_model_from_a_checkpoint_and_a_tar(run, folder, tmp_path):
 def test_source_then_train_then_adapt(run, folder, tmp_path):
     code, out, err = run("source", folder, "--model", "glyphs_vit", "--out", tmp_path / "src", "--device", "cpu")
     assert code == 0, err
-    assert "12 images, 8 layers" in out
+    assert "12 images, 6 layers" in out
     code, out, err = run(
         "train", folder, "--model", "glyphs_vit", "--source", tmp_path / "src", "--images", 8, "--steps", 8,
         "--corrupt", "--out", tmp_path / "g.safetensors", "--run", tmp_path / "run", "--device", "cpu",
@@ -377,8 +377,9 @@ def test_a_second_demo_runs_again_in_a_folder_of_its_own(demo, tmp_path, monkeyp
     assert (tmp_path / "demo" / "records.jsonl").read_text() == first
 
 
-def test_the_model_that_ships_reads_glyphs():
-    model = mgtta.load_model("glyphs_vit")
+@pytest.mark.parametrize("name", ["glyphs_vit", "glyphs_plain"])
+def test_the_models_that_ship_read_glyphs(name):
+    model = mgtta.load_model(name)
     x, y = Glyphs(100).tensors()
-    assert (model(x).argmax(1) == y).float().mean() > 0.97
-    assert mgtta.load_source("glyphs_vit").fingerprint == model.fingerprint()
+    assert (model(x).argmax(1) == y).float().mean() > 0.95
+    assert mgtta.load_source(name).fingerprint == model.fingerprint()

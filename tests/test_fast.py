@@ -58,8 +58,9 @@ def test_close_to_float32(name, net, low_memory):
     assert quick.fingerprint == exact.fingerprint  # states and statistics are the source model's
 
 
-def test_on_characters_it_predicts_what_float32_does():
-    model, source = mgtta.load_model("glyphs_vit"), mgtta.load_source("glyphs_vit")
+@pytest.mark.parametrize("name", ["glyphs_vit", "glyphs_plain"])
+def test_on_characters_it_predicts_what_float32_does(name):
+    model, source = mgtta.load_model(name), mgtta.load_source(name)
     found = []
     for precision in ("fp32", "bf16"):
         method = mgtta.create("mgtta", model, source=source, lr=5e-3, precision=precision)
@@ -274,7 +275,8 @@ def test_gelu_and_its_slope():
 
 def test_which_networks_go_block_by_block():
     assert plain.ViT.fits(mgtta.load_model(vit()))
-    assert plain.ViT.fits(mgtta.load_model("glyphs_vit"))
+    assert plain.ViT.fits(mgtta.load_model("glyphs_plain"))
+    assert not plain.ViT.fits(mgtta.load_model("glyphs_vit"))  # its stem has BatchNorm
     for more in (
         {"global_pool": "avg"}, {"reg_tokens": 2}, {"pre_norm": True}, {"qk_norm": True},
         {"act_layer": torch.nn.ReLU}, {"dynamic_img_size": True}, {"norm_layer": timm.layers.RmsNorm},

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from mgtta.data import glyphs
 from mgtta.data.glyphs import CLASSES, CONTRAST, FONTS, SIZE, Glyphs, render, stencil
+from mgtta.models import vision_transformer
 
 LUMA = np.array([0.299, 0.587, 0.114])
 
@@ -151,6 +152,8 @@ def test_augmentation(script, sample):
     torch.manual_seed(0)
     torch.testing.assert_close(script.Augment.parse("0")(x), x, atol=1e-4, rtol=0)
     for name in script.asdict(script.Augment()):
+        if name == "share":
+            continue
         y = script.Augment.parse(f"0,{name}=0.5")(x)
         assert y.shape == x.shape
         assert y.min() >= 0
@@ -159,6 +162,14 @@ def test_augmentation(script, sample):
         assert 0.2 < changed < 0.95, name
     with pytest.raises(argparse.ArgumentTypeError, match="noise, blur"):
         script.Augment.parse("1,nosie=2")
+
+
+def test_a_share_of_the_images_is_changed(script):
+    torch.manual_seed(0)
+    x = torch.full((4000, 3, 8, 8), 0.5)
+    changed = (script.Augment.parse("0,noise=0.2,share=0.1")(x) != x).any((1, 2, 3))
+    assert changed.double().mean() == pytest.approx(0.1, abs=0.02)
+    assert script.Augment.parse("0.5").share == 0.5  # a factor is on strengths alone
 
 
 def test_noise_has_the_given_strength(script):
@@ -199,10 +210,22 @@ def test_script_runs(script, tmp_path, capsys, monkeypatch):
     assert json.loads(metadata["augmentation"])["noise"] == 0.3
     assert "--strength 1,noise=0.3" in metadata["command"]
     assert str(tmp_path) not in str(metadata)
-    model = script.timm.models.VisionTransformer(**json.loads(metadata["model"]))
+    model = vision_transformer(**json.loads(metadata["model"]))
     model.load_state_dict(weights)
     clean, labels = Glyphs(script.QUICK["test_images"]).tensors()
     assert script.accuracy(model, clean, labels) == trials["1,noise=0.3"]["clean"]
+
+
+def test_a_plain_model_has_no_stem(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "CORRUPTIONS", ("contrast",))
+    monkeypatch.setattr(script, "VALIDATION_CORRUPTIONS", ())
+    script.main(["--quick", "--device", "cpu", "--steps", "2", "--plain", "--out", str(tmp_path), "--strength", "0"])
+    with safe_open(tmp_path / "glyphs-plain-0.safetensors", "pt") as file:
+        metadata = file.metadata()
+    assert "--plain" in metadata["command"]
+    model = vision_transformer(**json.loads(metadata["model"]))
+    assert not any(isinstance(m, torch.nn.BatchNorm2d) for m in model.modules())
+    model.load_state_dict(load_file(tmp_path / "glyphs-plain-0.safetensors"))
 
 
 def test_unknown_strength_is_refused(script, tmp_path, capsys):

@@ -14,12 +14,13 @@ from mgtta.methods.bn import BatchNormStatistics
 from mgtta.methods.cotta import CoTTA
 from mgtta.methods.foa import FOA
 from mgtta.methods.lame import LAME
+from mgtta.methods.mgtta_plus import MGTTAPlus
 from mgtta.methods.roid import ROID
 from mgtta.methods.t3a import T3A
 from mgtta.recipes import RECIPES
 
 GRADIENT_FREE = (BatchNormStatistics, FOA, LAME, T3A)  # their logits are not the plain model's
-OWN_LOGITS = (CoTTA, ROID)  # nor are those of CoTTA's teacher, and ROID's are corrected by the prior
+OWN_LOGITS = (CoTTA, MGTTAPlus, ROID)  # nor those of CoTTA's teacher; the others correct theirs
 GRADIENT = [name for name in RECIPES if "lr" in RECIPES[name].__code__.co_varnames]
 OPEN = {  # filters that let all images pass, since random weights leave none; and CoTTA with views, but few
     "cotta": {"confidence": 1.0, "augmentations": 2},
@@ -27,7 +28,11 @@ OPEN = {  # filters that let all images pass, since random weights leave none; a
     "eata": {"margin": 1.1, "redundancy": 1.1},
     "sar": {"margin": 1.1, "recovery": 0.0},
 }
-CANNOT = {("bn", "vit"), ("bn", "groupnorm"), ("foa", "batchnorm"), ("foa", "groupnorm")}
+CANNOT = {
+    *(("bn", "vit"), ("bn", "groupnorm")),
+    *(("foa", "batchnorm"), ("foa", "groupnorm")),
+    *(("mgtta_plus", "batchnorm"), ("mgtta_plus", "groupnorm")),  # re-centring: see test_mgtta_plus.py
+}
 
 
 def make(name, model, **settings):

@@ -25,8 +25,7 @@ def model(research):
 
 def test_its_objective_is_eq_7(research, model):
     source = mgtta.source_statistics(model.classifier, images(16, seed=1))
-    pairs = list(zip(source.mean, source.std, strict=True))
-    loss = research.Loss(research.Objective(), model, pairs, source.mean[-1])
+    loss = research.Loss(research.Objective(), model, research.statistics_of(model, images(16, seed=1)))
     logits, value = loss(images())
     expected, features = model.classifier.features(images())
     torch.testing.assert_close(logits, expected)
@@ -56,9 +55,7 @@ def test_its_inputs_are_the_librarys(research, model):
 def test_every_piece_of_the_objective_changes_it(research, model):
     def gradient(**changes):
         objective = research.Objective(**changes)
-        _, tokens, final = model.run(images(16, seed=1))
-        pairs = [research.moments(f.detach()) for f, _ in research.pieces(tokens, objective)]
-        loss = research.Loss(objective, model, pairs, final.mean(0).detach())
+        loss = research.Loss(objective, model, research.statistics_of(model, images(16, seed=1)))
         for seed in (2, 3):
             logits, value = loss(images(seed=seed))
         grads = torch.autograd.grad(value, model.params, allow_unused=True)
@@ -67,9 +64,10 @@ def test_every_piece_of_the_objective_changes_it(research, model):
 
     plain_logits, plain = gradient()
     for change in ({"tokens": "patch"}, {"tokens": "both"}, {"history": 0.5}, {"entropy_weight": 0.0},
-                   {"balance": 1.0}, {"trade_off": 1.0}, {"late": True}):  # fmt: skip
+                   {"balance": 1.0}, {"trade_off": 1.0}, {"late": True}, {"noisy": 1.0}):  # fmt: skip
         logits, changed = gradient(**change)
         assert changed.isfinite().all()
         assert not torch.allclose(changed, plain), change
         torch.testing.assert_close(logits, plain_logits)
-    assert not torch.allclose(gradient(recentre=1.0)[0], plain_logits)
+    for change in ({"recentre": 1.0}, {"align": 1.0}, {"align": 1.0, "align_std": False}, {"mirror": True}):
+        assert not torch.allclose(gradient(**change)[0], plain_logits), change

@@ -29,7 +29,6 @@ from mgtta.data.streams import Domain, corrupted, stream
 from mgtta.distributed import ranks_of
 from mgtta.evaluation import Record, evaluate
 from mgtta.experiments import (
-    EMBEDDED,
     STILL,
     Cell,
     Options,
@@ -45,6 +44,7 @@ from mgtta.meta import meta_train, shifted_images
 from mgtta.models import Classifier, load_model
 from mgtta.profile import PARTS, optimizer_apart, profiled
 from mgtta.recipes import create, needs_source, recipe_settings
+from mgtta.shipped import shipped
 from mgtta.source import SourceStatistics, load_source, source_statistics
 from mgtta.store import Store
 from mgtta.workers import spread
@@ -142,8 +142,9 @@ class Lab:
     @cached_property
     def source(self) -> SourceStatistics:
         """The statistics named, the shipped ones, or those of up to 1,000 clean validation images."""
-        if self.setup.source is not None or (self.setup.model == EMBEDDED and self.setup.checkpoint is None):
-            return load_source(self.setup.source or EMBEDDED)
+        ships = self.setup.model in shipped("sources") and self.setup.checkpoint is None
+        if self.setup.source is not None or ships:
+            return load_source(self.setup.source or self.setup.model)
         return source_statistics(self.model(), stream(self._clean, first=1000, device=self.setup.device))
 
     @cached_property
@@ -190,6 +191,8 @@ class Lab:
             settings["source"] = self.source
         if "fisher" in known:
             settings["fisher"] = self.fisher
+        if "mirror" in known and self.setup.data is None:  # a mirrored character is another one, or none
+            settings.setdefault("mirror", False)
         if training is not None:
             settings["generator"] = self.trained(training)
         elif known.get("generator") == Setup.generator:

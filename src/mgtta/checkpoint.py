@@ -33,6 +33,7 @@ _RELEASED = {
     "post_norm.bias": "post_norm.bias",
 }
 _RELEASED_PREFIX = "seq_modeling_block."
+_ALIASES = {"paper": "imagenet"}  # its form and its training are the paper's
 
 
 def save_generator(generator: MetaGradientGenerator, path: str | os.PathLike, **about: Any) -> None:
@@ -48,9 +49,13 @@ def save_generator(generator: MetaGradientGenerator, path: str | os.PathLike, **
 
 
 def load_generator(name_or_path: str | os.PathLike) -> MetaGradientGenerator:
-    """A shipped generator by its name, or one from a file that save_generator wrote."""
+    """A shipped generator by its name, or one from a file that save_generator wrote.
+
+    "paper" is "imagenet": of the paper's form, 164 weights, and trained by its Algorithm 1.
+    """
     names = shipped("generators")
-    path = Path(names.get(str(name_or_path), name_or_path))
+    name = str(name_or_path)
+    path = Path(names.get(_ALIASES.get(name, name), name_or_path))
     if not path.is_file():
         raise FileNotFoundError(f"no generator {str(name_or_path)!r}: give a file, or one of {', '.join(names)}")
     if path.suffix in (".pth", ".pt"):

@@ -21,7 +21,8 @@ EXPERIMENTS = (  # as in mgtta.experiments, which imports torch
     "hidden-size", "learning-rate", "convergence", "continual", "all",
 )  # fmt: skip
 
-Model = Annotated[str, typer.Option(help="A timm name, or glyphs_vit, the small ViT that comes along.")]
+SHIPPED = "A timm name, or one of the small ViTs that come along: glyphs_vit, glyphs_plain."
+Model = Annotated[str, typer.Option(help=SHIPPED)]
 Checkpoint = Annotated[Path | None, typer.Option(help="Weights: .safetensors, or .pth of plain tensors.")]
 NumClasses = Annotated[int | None, typer.Option(help="Classes of the checkpoint, if not the model's default.")]
 Source = Annotated[str | None, typer.Option(help="Source statistics: a file, or the name of a shipped model.")]

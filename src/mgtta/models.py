@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -238,7 +239,7 @@ def load_model(
 ) -> Classifier:
     """The Classifier of a timm name or of your own module, in evaluation mode, your module left untouched.
 
-    "glyphs_vit" is the small ViT that comes with the package, for mgtta.data.glyphs.
+    "glyphs_vit" and "glyphs_plain" are small ViTs that come with the package, for mgtta.data.glyphs.
 
     Args:
         checkpoint: safetensors, or a torch file of plain tensors; loaded strictly. Without it a timm name
@@ -276,9 +277,24 @@ def as_classifier(model: nn.Module) -> Classifier:
     return model if isinstance(model, Classifier) else load_model(model)
 
 
+def vision_transformer(stem: dict[str, Any] | None = None, **architecture: Any) -> nn.Module:
+    """A timm VisionTransformer; with a stem, its tokens come from early convolutions (arXiv 2106.14881).
+
+    stem: for each convolution, its `channels`, `kernel_size`, `stride` and `padding`, as for timm's ConvStem, which
+        puts a BatchNorm after each.
+    """
+    if stem is None:
+        return timm.models.VisionTransformer(**architecture)
+    layers: dict[str, Any] = {name: tuple(values) for name, values in stem.items()}
+    depth = len(stem["channels"])
+    convolutions = timm.models.vision_transformer_hybrid.ConvStem(depth=depth, act_layer=nn.GELU, **layers)
+    embed = partial(timm.layers.HybridEmbed, backbone=convolutions)
+    return timm.models.VisionTransformer(patch_size=1, embed_layer=embed, **architecture)
+
+
 def _shipped(name: str) -> nn.Module:
     tensors, metadata = read_tensors(shipped("models")[name])
-    net = timm.models.VisionTransformer(**json.loads(metadata["model"]))
+    net = vision_transformer(**json.loads(metadata["model"]))
     net.load_state_dict({key: t.float() for key, t in tensors.items()})
     net.pretrained_cfg = json.loads(metadata["normalisation"])
     return net

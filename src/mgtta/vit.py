@@ -74,15 +74,15 @@ class ViT:
 
 
 def _plain_embedding(net: Any) -> bool:
-    patch, proj = net.patch_embed, getattr(net.patch_embed, "proj", None)
-    identities = (patch.norm, net.norm_pre, net.patch_drop, net.fc_norm)
+    patch = net.patch_embed
+    if type(patch) is not timm.layers.PatchEmbed or type(patch.proj) is not nn.Conv2d:
+        return False
+    proj, identities = patch.proj, (patch.norm, net.norm_pre, net.patch_drop, net.fc_norm)
     return (
-        type(patch) is timm.layers.PatchEmbed
-        and (patch.flatten, patch.strict_img_size, net.dynamic_img_size) == (True, True, False)
+        (patch.flatten, patch.strict_img_size, net.dynamic_img_size) == (True, True, False)
         and patch.img_size is not None
-        and isinstance(proj, nn.Conv2d)
         and proj.kernel_size == proj.stride
-        and (proj.padding, proj.groups) == ((0, 0), 1)
+        and (proj.padding, proj.dilation, proj.groups) == ((0, 0), (1, 1), 1)
         and all(isinstance(module, nn.Identity) for module in identities)
     )
 

@@ -2,7 +2,7 @@
 
 Image `index` of `seed` is a pure function of the two, in any order and in any process. The characters are
 drawn in fonts that ship with matplotlib, bent a little, laid over a texture and crossed by stray strokes.
-Glyph and background always differ in luma by at least `CONTRAST` of the full range, grain and strokes aside.
+Glyph and background always differ in luma by at least `CONTRAST` of the full range, strokes aside.
 
 Shapes: images are uint8 (3, SIZE, SIZE), layers and textures float32 (SIZE, SIZE) in [0, 1].
 """
@@ -31,7 +31,8 @@ FONTS = (
     *("cmr10", "cmb10", "cmss10", "cmti10", "cmtt10"),
 )
 SIZE = 48
-CONTRAST = 0.2
+HEIGHT = (17, 28)  # of a character, in pixels
+CONTRAST = 0.5
 
 _CANVAS = 2 * SIZE  # shapes are drawn at twice the size and halved: smooth edges
 _GLYPH = (72, 64)  # width and height of a character in its stencil, at most
@@ -70,8 +71,8 @@ def _bend(image: Image.Image, rng: Generator) -> Image.Image:
     """The stencil turned, sheared, scaled and shifted."""
     angle = math.radians(rng.uniform(-20, 20))
     shear = rng.uniform(-0.25, 0.25)
-    width, height = rng.uniform(15, 26) * rng.uniform(0.9, 1.1, 2) * 2 / _GLYPH[1]
-    dx, dy = rng.uniform(-18, 18, 2) + _CANVAS / 2
+    width, height = rng.uniform(*HEIGHT) * rng.uniform(0.9, 1.1, 2) * 2 / _GLYPH[1]
+    dx, dy = rng.uniform(-14, 14, 2) + _CANVAS / 2
     cos, sin = math.cos(angle), math.sin(angle)
     # PIL asks where an output pixel comes from: the inverse map, [1/width, 1/height] * shear * rotation
     a, b = (cos + shear * sin) / width, (sin - shear * cos) / width
@@ -149,8 +150,7 @@ def _compose(rng: Generator, character: str) -> tuple[np.ndarray, np.ndarray]:
     layers = [(glyph, ink), (strokes, stroke)]
     for mask, colour in layers if rng.random() < 0.5 else reversed(layers):
         image = image + (colour - image) * mask
-    grain = rng.standard_normal(image.shape, dtype=np.float32) * np.float32(rng.uniform(0, 0.04))
-    return np.clip(image + grain, 0, 1), glyph
+    return np.clip(image, 0, 1), glyph
 
 
 def _start(seed: int, index: int) -> tuple[Generator, int]:

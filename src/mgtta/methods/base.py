@@ -352,21 +352,30 @@ def _kinds(optimizer: Any) -> Iterable[str]:
 
 
 class GradientMethod(Method):
-    """A method that lowers an unsupervised loss with an optimizer; a subclass writes `loss`."""
+    """A method that lowers an unsupervised loss with an optimizer; a subclass writes `loss`.
+
+    decay: updates after which the learning rate has fallen to 0.7 of what it was; by default it never falls.
+    """
 
     optimizer: Optimizer
     needs: tuple[str, ...] = ("gradients",)
-    decay = math.inf
 
     def __init__(
         self,
         model: Classifier,
         params: Callable[[nn.Module], Iterable[nn.Parameter]],
         optimizer: OptimizerFactory,
+        decay: float = math.inf,
     ):
         super().__init__(model)
         self.model.use_batch_statistics()
         self.optimizer = optimizer(self.adapts(params(self.model)))
+        self.decay = decay
+
+    @property
+    def pace(self) -> float:
+        """What the next step's learning rate is multiplied by: 1 / sqrt(1 + updates / decay)."""
+        return (1 + self.updates / self.decay) ** -0.5
 
     def loss(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits (N, C) and the scalar to lower; None where there is nothing to learn from."""
@@ -408,7 +417,12 @@ class GradientMethod(Method):
         """One optimizer step along these gradients of the adapted parameters."""
         for p, grad in zip(self.adapted.values(), grads, strict=True):
             p.grad = grad
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = lr * self.pace
         self.optimizer.step()
+        for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = lr
         self.optimizer.zero_grad()
         self.updates += 1
 

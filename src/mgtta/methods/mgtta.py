@@ -3,6 +3,7 @@
 With SGD or Adam in the optimizer's place it is the paper's ablation "w/o MGG".
 """
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -19,8 +20,15 @@ class MGTTA(GradientMethod):
     shares_batches = True
     static_step = True
 
-    def __init__(self, model: Classifier, source: SourceStatistics, optimizer: OptimizerFactory, trade_off: float):
-        super().__init__(model, norm_parameters, optimizer)
+    def __init__(
+        self,
+        model: Classifier,
+        source: SourceStatistics,
+        optimizer: OptimizerFactory,
+        trade_off: float,
+        decay: float = math.inf,
+    ):
+        super().__init__(model, norm_parameters, optimizer, decay)
         source.check(model.name, self.fingerprint)
         self.source = source
         self.trade_off = trade_off
