@@ -2,6 +2,8 @@
 
     python benchmarks/research.py STAGE --data SHARDS --checkpoint DEIT_TINY --out runs/research --workers 12
 
+    python benchmarks/research.py page results/research/results.jsonl docs/research.md
+
 A stage is a list of tasks, spread over processes; a finished task is not run again. Choices are made on shard 0 under
 the four validation corruptions, on images that no generator was trained on, twice over with two draws of the
 corruption, so that a stream is about as long as the test's. The test is shards 1 and 2 under the fifteen.
@@ -16,6 +18,7 @@ import itertools
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,6 +28,7 @@ from typing import Any
 
 import imagenet
 import torch
+from marks import between
 from torch import Tensor, nn
 
 import mgtta
@@ -793,7 +797,57 @@ def summary(stage: str, tasks: list[Any], results: Results) -> str:
     return "\n".join(lines)
 
 
+def page(results: Results) -> str:
+    """The log's tables: each piece of the objective alone and together, every generator, and the test."""
+    reference = results[key(best(adam_trials(decays=DECAYS), results))]["mean"]
+    rows = [["objective, with Adam", "validation, %", "against Eq. 7"], ["Eq. 7", f"{reference:.2f}", ""]]
+    tried = [*(Objective(**change) for change in CHANGES), *dict.fromkeys(t.objective for t in combined(results))]
+    for objective in tried:
+        mean = results[key(best(adam_trials(objective), results))]["mean"]
+        rows.append([short(objective), f"{mean:.2f}", f"{mean - reference:+.2f}"])
+    pieces = rows
+    rows = [["objective", "rule", "its training", "validation, %", "learning rate", "decay"]]
+    for name, objective in (("Eq. 7", EQ7), ("plus", plus(results))):
+        groups = {"Adam": adam_trials(objective, DECAYS), "the paper's generator": paper_trials(objective)}
+        own = [t for t in trainings(results) if t.objective == objective]
+        groups |= {_described(t): learned_trials(t) for t in own}
+        for what, trials in groups.items():
+            trial = best(trials, results)
+            rule, _, training = what.partition(": ")
+            found = f"{results[key(trial)]['mean']:.2f}"
+            rows.append([name, rule, training, found, f"{trial.rule.lr:g}", f"{trial.rule.decay:g}"])
+    generators_ = rows
+    rows = [["contender", "whole stream", "10 updates, then frozen"]]
+    for name, trial in contenders(results).items():
+        cells = []
+        for updates in (None, 10):
+            trials = [dataclasses.replace(trial, split="test", seed=s, max_updates=updates) for s in range(3)]
+            found = [results[key(t)]["mean"] for t in trials if key(t) in results]
+            cells.append(f"{statistics.mean(found):.2f} ± {statistics.stdev(found):.2f}" if len(found) == 3 else "")
+        if any(cells):
+            rows.append([name, *cells])
+    return "\n\n".join(map(_table, (pieces, generators_, rows)))
+
+
+def _described(training: Training) -> str:
+    many = (
+        "all inputs" if training.inputs == RICH else "two inputs" if training.inputs == Training.inputs else "with time"
+    )
+    rest = short(dataclasses.replace(training, inputs=Training.inputs, objective=EQ7))
+    return f"ours, {many}: {rest or 'as it stands'}"
+
+
+def _table(rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["page"]:
+        log, target = map(Path, sys.argv[2:])
+        text = between(target.read_text(), "research", page(read(log)))
+        with atomic(target) as path:
+            path.write_text(text)
+        return
     parser = imagenet.arguments(__doc__)
     parser.add_argument("stages", nargs="+", choices=STAGES)
     parser.add_argument("--workers", type=int, default=0)
