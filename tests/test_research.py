@@ -10,30 +10,37 @@ import mgtta
 from mgtta.optim.mgg import BETAS, EPS, generator_inputs
 
 
+@pytest.fixture(autouse=True)
+def _reachable(monkeypatch):
+    benchmarks = Path(__file__).parent.parent / "benchmarks"
+    monkeypatch.syspath_prepend(benchmarks)
+    monkeypatch.syspath_prepend(benchmarks / "research")
+
+
 @pytest.fixture
-def research(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
-    import research
+def model():
+    import objective
 
-    return research
-
-
-@pytest.fixture
-def model(research):
-    return research.Model(mgtta.load_model(vit()))
+    return objective.Model(mgtta.load_model(vit()))
 
 
-def test_its_objective_is_eq_7(research, model):
+def test_its_objective_is_eq_7(model):
+    from objective import Loss, statistics_of
+    from tasks import Objective
+
     source = mgtta.source_statistics(model.classifier, images(16, seed=1))
-    loss = research.Loss(research.Objective(), model, research.statistics_of(model, images(16, seed=1)))
+    loss = Loss(Objective(), model, statistics_of(model, images(16, seed=1)))
     logits, value = loss(images())
     expected, features = model.classifier.features(images())
     torch.testing.assert_close(logits, expected)
     torch.testing.assert_close(value, mgtta.objective(expected, features, source.mean, source.std))
 
 
-def test_its_adam_is_torchs(research, model):
-    mover = research.Mover(research.Rule(lr=0.01), model, None, ())
+def test_its_adam_is_torchs(model):
+    from rules import Mover
+    from tasks import Rule
+
+    mover = Mover(Rule(lr=0.01), model, None, ())
     theta, p = model.source, torch.nn.Parameter(model.source.clone())
     adam = torch.optim.Adam([p], lr=0.01)
     for step in range(3):
@@ -43,8 +50,10 @@ def test_its_adam_is_torchs(research, model):
     torch.testing.assert_close(theta, p.detach())
 
 
-def test_its_inputs_are_the_librarys(research, model):
-    inputs = research.Inputs(("momentum", "gradient"), model, 1e-3)
+def test_its_inputs_are_the_librarys(model):
+    from rules import Inputs
+
+    inputs = Inputs(("momentum", "gradient"), model, 1e-3)
     m = v = torch.zeros_like(model.source)
     for step in (1, 2, 3):
         grad = torch.randn(len(m), generator=torch.Generator().manual_seed(step))
@@ -52,10 +61,12 @@ def test_its_inputs_are_the_librarys(research, model):
         torch.testing.assert_close(inputs(grad, model.source), expected)
 
 
-def test_every_piece_of_the_objective_changes_it(research, model):
+def test_every_piece_of_the_objective_changes_it(model):
+    from objective import Loss, statistics_of
+    from tasks import Objective
+
     def gradient(**changes):
-        objective = research.Objective(**changes)
-        loss = research.Loss(objective, model, research.statistics_of(model, images(16, seed=1)))
+        loss = Loss(Objective(**changes), model, statistics_of(model, images(16, seed=1)))
         for seed in (2, 3):
             logits, value = loss(images(seed=seed))
         grads = torch.autograd.grad(value, model.params, allow_unused=True)
@@ -71,3 +82,15 @@ def test_every_piece_of_the_objective_changes_it(research, model):
         torch.testing.assert_close(logits, plain_logits)
     for change in ({"recentre": 1.0}, {"align": 1.0}, {"align": 1.0, "align_std": False}, {"mirror": True}):
         assert not torch.allclose(gradient(**change)[0], plain_logits), change
+
+
+def test_the_logs_tables_are_of_the_results_that_are_kept():
+    import json
+
+    from marks import between
+    from tables import page
+
+    root = Path(__file__).parent.parent
+    lines = (root / "results" / "research" / "results.jsonl").read_text().splitlines()
+    log = (root / "docs" / "research.md").read_text()
+    assert log == between(log, "research", page({r["key"]: r for r in map(json.loads, lines)}))
