@@ -1,37 +1,81 @@
-"""What a step of adaptation costs, beside the plain forward pass and what a user would pick instead, in one run.
+"""What a step of adaptation costs, beside the plain forward pass and what a user would pick instead.
 
-    python benchmarks/speed.py --model vit_base_patch16_224 --device cuda
-    python benchmarks/speed.py --model deit_tiny_patch16_224 --batch 16 --out results
-    python benchmarks/speed.py --model glyphs_vit --out results
+    python benchmarks/speed.py --out results                               # step, growth and data, on the GPU
+    python benchmarks/speed.py --part step --model deit_tiny_patch16_224 --batch 16 --device cpu
+    python benchmarks/speed.py --part accuracy --data SHARDS --checkpoint DEIT_TINY --out results
+
+step      a batch by each contender, in float32 and on the fast path; the optimizer's step in three ways
+growth    time and memory against batch size, model and the generator's hidden size
+data      images a second that the loader gives from JPEG tars, against its number of worker processes
+accuracy  DeiT-Tiny on ImageNet under the 15 corruptions: the fast path against float32, schedule="auto" against always
 
 Weights are random where the package ships none: they don't change the work. The contenders take turns, batch by batch;
-a figure is the median over rounds. On a CPU it is one thread's CPU time; on a GPU, wall time between two waits for it.
+a figure is the median over rounds, after each has been warmed up. On a CPU it is one thread's CPU time; on a GPU, wall
+time between two waits for it. Memory is what a contender adds to what was there before it, weights included: the peak
+of what torch has allocated, within CUDA graphs too. `--quick` does all of it small.
+
+The parts' figures go to OUT/speed.json, from which OUT/speed.md and OUT/speed.svg are written.
 """
 
 import argparse
+import gc
+import io
+import json
+import os
+import shlex
 import statistics
+import sys
+import tarfile
+import tempfile
 import time
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import mgtta
 from mgtta._timm import timm
+from mgtta.data.corruptions import CORRUPTIONS
+from mgtta.data.datasets import open_dataset
+from mgtta.data.streams import corrupted, stream
+from mgtta.fast import _Captured, _compiled
 from mgtta.files import atomic
+from mgtta.optim.flat import FlatStep
 from mgtta.optim.mgg import BETAS, EPS, generator_inputs
+from mgtta.recipes import needs_source
+from mgtta.shipped import shipped
+
+PARTS = ("step", "growth", "data", "accuracy")
+BATCHES = 782  # of 64 images: the 50,000 of one corruption
+MODELS = ("deit_tiny_patch16_224", "deit_small_patch16_224", "vit_base_patch16_224", "vit_large_patch16_224")
+SMALL = ("test_vit", "test_vit2", "test_vit", "test_vit2")  # with --quick, in their place
+ALONE = "the generator's step"  # and three ways to take it
+WAYS = ("as released, parameter by parameter", "batched", "fast path")
 
 
-def tent_as_usual(net: nn.Module) -> Callable[[Tensor], Tensor]:
-    """TENT as it is commonly written: gradients by backward(), torch's SGD over the norm layers' parameters."""
+# --- what a user would pick instead
+
+
+def tent_as_usual(net: nn.Module, autocast: bool = False) -> Callable[[Tensor], Tensor]:
+    """TENT as it is commonly written: gradients by backward(), torch's SGD over the norm layers' parameters.
+
+    Args:
+        autocast: in bfloat16 where torch deems it safe, and compiled.
+    """
     norms = [m for m in net.modules() if isinstance(m, nn.LayerNorm | nn.GroupNorm | nn.BatchNorm2d)]
     net.requires_grad_(False)
     params = [p.requires_grad_() for m in norms for p in m.parameters()]
     optimizer = torch.optim.SGD(params, lr=1e-3, momentum=0.9)
+    run = torch.compile(net, dynamic=False) if autocast else net
 
     def step(x: Tensor) -> Tensor:
-        logits = net(x)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+            logits = run(x)
+        logits = logits.float()
         loss = -(logits.softmax(1) * logits.log_softmax(1)).sum(1).mean(0)
         loss.backward()
         optimizer.step()
@@ -58,6 +102,54 @@ class LoopedMGG:
             p.data = (p - self.lr * update.view_as(p)).clone()
 
 
+# --- measurement
+
+
+@dataclass
+class Contender:
+    """Something to be timed.
+
+    Attributes:
+        make: prepares it, warmed up, and gives the function to time.
+        graph_bytes: what CUDA graphs take, once it is made; True: what they have reserved.
+    """
+
+    name: str
+    make: Callable[[], Callable[[], object]]
+    precision: str = ""
+    tf32: bool = False
+    graph_bytes: Callable[[bool], int] = lambda _: 0
+
+
+def measure(contenders: list[Contender], rounds: int, device: str) -> list[dict[str, Any]]:
+    """For each, the median and the least seconds and, on a GPU, the bytes that it takes; they take turns."""
+    rows, steps = [], []
+    for contender in contenders:
+        began = time.perf_counter()
+        _precise(contender.tf32)
+        base = _allocated(device)
+        step = contender.make()
+        for _ in range(3 if device == "cuda" else 1):
+            step()
+        peak = _peak(step, device) - base + contender.graph_bytes(False)
+        steps.append(step)
+        row = {"name": contender.name, "precision": contender.precision, "peak": peak if device == "cuda" else None}
+        row["graphs hold"] = contender.graph_bytes(True)
+        rows.append({**row, "ready": time.perf_counter() - began})
+        print(f"{contender.name} {contender.precision}: ready after {rows[-1]['ready']:.0f} s", file=sys.stderr)
+    now, times = clock(device), [[] for _ in contenders]
+    for _ in range(rounds):
+        for contender, step, found in zip(contenders, steps, times, strict=True):
+            _precise(contender.tf32)
+            start = now()
+            step()
+            found.append(now() - start)
+    _precise(False)
+    for row, found in zip(rows, times, strict=True):
+        row.update(seconds=statistics.median(found), least=min(found))
+    return rows
+
+
 def clock(device: str) -> Callable[[], float]:
     if device == "cpu":
         return time.process_time
@@ -69,88 +161,414 @@ def clock(device: str) -> Callable[[], float]:
     return now
 
 
-def measure(steps: dict[str, Callable[[], object]], rounds: int, device: str) -> dict[str, tuple[float, float, int]]:
-    """Name -> median and least seconds, and peak bytes on the GPU; the steps take turns."""
-    now, times, peaks = clock(device), {name: [] for name in steps}, dict.fromkeys(steps, 0)
-    for step in steps.values():
-        for _ in range(3 if device != "cpu" else 1):
-            step()
-    for _ in range(rounds):
-        for name, step in steps.items():
-            if device != "cpu":
-                torch.cuda.reset_peak_memory_stats()
-            start = now()
-            step()
-            times[name].append(now() - start)
-            if device != "cpu":
-                peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated())
-    return {name: (statistics.median(t), min(t), peaks[name]) for name, t in times.items()}
+def _precise(tf32: bool) -> None:
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
 
 
-def contenders(model: mgtta.Classifier, x: Tensor) -> dict[str, Callable[[], object]]:
-    source = mgtta.source_statistics(model, x)
-    generator = mgtta.load_generator("imagenet").to(x.device)
-    methods = {
-        "NoAdapt": mgtta.create("noadapt", model),
-        "TENT": mgtta.create("tent", model),
-        "MGTTA": mgtta.create("mgtta", model, source=source),
-        "MGTTA, budget spent": mgtta.create("mgtta", model, source=source, max_updates=0),
-        "Eq. 7 with Adam": mgtta.create("eq7_adam", model, source=source),
-    }
-    usual = tent_as_usual(mgtta.load_model(model.net, mean=None, std=None).to(x.device).net)
+def _allocated(device: str) -> int:
+    gc.collect()
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def _peak(step: Callable[[], object], device: str) -> int:
+    if device != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def classifier(name: str, device: str) -> mgtta.Classifier:
+    torch.manual_seed(0)
+    with torch.device(device):
+        net = name if name in shipped("models") else timm.create_model(name)
+    return mgtta.load_model(net).to(device)
+
+
+def images(model: mgtta.Classifier, batch: int, device: str) -> Tensor:
+    side = model.input_size[0]
+    return torch.randint(0, 256, (batch, 3, side, side), dtype=torch.uint8, device=device)
+
+
+def method_of(label: str, name: str, model: mgtta.Classifier, x: Tensor, precision: str, **settings: Any) -> Contender:
+    kept: list[Any] = []
+
+    def make() -> Callable[[], object]:
+        if needs_source(name):
+            settings["source"] = mgtta.source_statistics(model, x[:64] if len(x) > 1 else torch.cat([x, 255 - x]))
+        method = mgtta.create(name, model, precision=precision.replace("tf32", "fp32"), **settings)
+        method.warm_up(x)
+        kept.append(method)
+        return lambda: method(x)
+
+    def graph_bytes(reserved: bool) -> int:
+        fast = kept[0].fast
+        return 0 if fast is None else fast.graphs_hold if reserved else fast.graph_bytes
+
+    return Contender(label, make, precision, precision == "tf32", graph_bytes)
+
+
+def optimizer_step(model: mgtta.Classifier, way: str, hidden_size: int = 8) -> Contender:
+    """The generator's step alone, for all norm parameters of the model, in one of three ways."""
+
+    def make() -> Callable[[], object]:
+        own = [nn.Parameter(p.detach().clone()) for p in mgtta.norm_parameters(model)]
+        grads = [torch.randn_like(p) for p in own]
+        generator = mgtta.load_generator("imagenet") if hidden_size == 8 else mgtta.MetaGradientGenerator(hidden_size)
+        generator = generator.to(own[0].device)
+        if way == WAYS[0]:
+            looped = LoopedMGG(own, generator)
+            return lambda: looped.step(grads)
+        optimizer = mgtta.MGG(own, generator)
+        if way == WAYS[1]:
+            for p, grad in zip(own, grads, strict=True):
+                p.grad = grad
+            return optimizer.step
+        flat = FlatStep(optimizer, own)
+        flat.take_in()
+        sound = torch.tensor(True, device=own[0].device)
+        if not own[0].is_cuda:
+            return lambda: flat.step(grads, sound)
+        captured = _Captured(
+            lambda: (_compiled(_flat_step)(flat, grads, sound), sound, sound)[1:], sound, torch.cuda.graph_pool_handle()
+        )
+        return captured.graph.replay
+
+    return Contender(f"{ALONE}, {way}", make, "fp32")
+
+
+def _flat_step(flat: FlatStep, grads: list[Tensor], sound: Tensor) -> None:
+    flat.step(grads, sound)
+
+
+# --- the parts
+
+
+def step(args: argparse.Namespace) -> dict[str, Any]:
+    device, model = args.device, classifier(args.model, args.device)
+    x = images(model, args.batch, device)
+    fast = "bf16" if device == "cuda" or args.quick else None
+    names = [("NoAdapt", "noadapt"), ("TENT", "tent"), ("MGTTA", "mgtta")]
+    who = [method_of(label, name, model, x, "fp32") for label, name in names]
+    if device == "cpu":
+        who.append(method_of("Eq. 7 with Adam", "eq7_adam", model, x, "fp32"))
+    else:
+        who += [method_of(label, name, model, x, "tf32") for label, name in (names[0], names[2])]
+    if fast:
+        who += [method_of(label, name, model, x, fast) for label, name in names]
+        who.append(method_of("MGTTA, low memory", "mgtta", model, x, fast, low_memory=True))
+        who.append(method_of("MGTTA, budget spent", "mgtta", model, x, fast, max_updates=0))
     pixels = x.float() / 255
-    own = [nn.Parameter(p.detach().clone()) for p in mgtta.norm_parameters(model)]
-    looped_own = [nn.Parameter(p.detach().clone()) for p in own]
-    grads = [torch.randn_like(p) for p in own]
-    batched, looped = mgtta.MGG(own, generator), LoopedMGG(looped_own, generator)
 
-    def step() -> None:
-        for p, grad in zip(own, grads, strict=True):
-            p.grad = grad
-        batched.step()
+    def usual(autocast: bool) -> Callable[[], object]:
+        run = tent_as_usual(mgtta.load_model(model.net, mean=None, std=None).to(device).net, autocast)
+        return lambda: run(pixels)
 
-    steps: dict[str, Callable[[], object]] = {name: (lambda m=m: m(x)) for name, m in methods.items()}
-    steps["TENT as usually written"] = lambda: usual(pixels)
-    steps["the generator's step alone"] = step
-    steps["the same, parameter by parameter"] = lambda: looped.step(grads)
-    return steps
+    who.append(Contender("TENT as usually written", lambda: usual(False), "fp32"))
+    if device == "cuda":
+        who.append(Contender("TENT as usually written, autocast and torch.compile", lambda: usual(True), "bf16"))
+    who += [optimizer_step(model, way) for way in WAYS]
+    n = sum(p.numel() for p in mgtta.norm_parameters(model))
+    return {"model": args.model, "batch": args.batch, "n": n, "rows": measure(who, args.rounds, device)}
 
 
-def table(found: dict[str, tuple[float, float, int]], batch: int, device: str) -> str:
-    head = ["", "times NoAdapt", *(["ms", "images/s", "peak MB"] if device != "cpu" else ["images/s on one thread"])]
-    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
-    plain = found["NoAdapt"][0]
-    for name, (median, _, peak) in found.items():
-        rate = f"{batch / median:,.0f}" if "step" not in name and "parameter" not in name else ""
-        absolute = [f"{1e3 * median:.2f}", rate, f"{peak / 1e6:,.0f}"] if device != "cpu" else [rate]
-        lines.append([name, f"{median / plain:.3f}", *absolute])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def growth(args: argparse.Namespace) -> dict[str, Any]:
+    device, rows, names = args.device, [], (("NoAdapt", "noadapt"), ("MGTTA", "mgtta"))
+    precision = "bf16" if device == "cuda" else "fp32"
+
+    def at(name: str, batch: int) -> None:
+        model = classifier(name, device)
+        x = images(model, batch, device)
+        who = [method_of(label, key, model, x, precision) for label, key in names]
+        found = measure([*who, optimizer_step(model, WAYS[-1])], args.rounds, device)
+        n = sum(p.numel() for p in mgtta.norm_parameters(model))
+        rows.append({"model": name, "batch": batch, "n": n, "rows": found})
+
+    models = SMALL if args.quick else MODELS
+    for name in models:
+        at(name, args.batch)
+    for batch in (1, 4) if args.quick else (1, 8, 256):
+        at(models[2], batch)
+    model = classifier(models[2], device)
+    sizes = (2, 8) if args.quick else (4, 8, 16, 32)
+    hidden = measure([optimizer_step(model, WAYS[-1], d) for d in sizes], args.rounds, device)
+    return {"rows": rows, "hidden": [{**row, "hidden_size": d} for d, row in zip(sizes, hidden, strict=True)]}
+
+
+def data(args: argparse.Namespace) -> dict[str, Any]:
+    """The loader's rate from tars of JPEGs of 500 x 375 pixels, as ImageNet's are on average."""
+    count = 256 if args.quick else 4096
+    device = torch.device(args.device)
+    with tempfile.TemporaryDirectory() as folder:
+        pattern = _write_tars(Path(folder), count, shards=2)
+        rows = []
+        for workers in (0, 1, 2) if args.quick else [k for k in (0, 1, 2, 4, 8, 16) if k <= (os.cpu_count() or 1)]:
+            few = min(count, 384 * max(workers, 1))
+            batches = stream(open_dataset(pattern), first=few, workers=workers, device=device)
+            it = iter(batches)
+            next(it)  # the workers have begun
+            began, seen = time.perf_counter(), 0
+            for batch in it:
+                seen += len(batch.x)
+            rows.append({"workers": workers, "images": seen, "rate": seen / (time.perf_counter() - began)})
+    return {"cores": os.cpu_count(), "rows": rows}
+
+
+def _write_tars(folder: Path, count: int, shards: int) -> str:
+    from PIL import Image
+
+    random = torch.Generator().manual_seed(0)
+    coarse = torch.rand(16, 3, 24, 32, generator=random) * 255
+    smooth = nn.functional.interpolate(coarse, (375, 500), mode="bicubic").clamp(0, 255)
+    grainy = (smooth + 8 * torch.randn(smooth.shape, generator=random)).clamp(0, 255).byte()
+    files = []
+    for picture in grainy:
+        file = io.BytesIO()
+        Image.fromarray(picture.permute(1, 2, 0).numpy()).save(file, "JPEG", quality=90)
+        files.append(file.getvalue())
+    for k in range(shards):
+        with tarfile.open(folder / f"speed-{k:05d}.tar", "w") as tar:
+            for i in range(k, count, shards):
+                for suffix, content in (("jpg", files[i % len(files)]), ("cls", str(i % 1000).encode())):
+                    info = tarfile.TarInfo(f"{i:06d}.{suffix}")
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+    return str(folder / f"speed-{{00000..{shards - 1:05d}}}.tar")
+
+
+def accuracy(args: argparse.Namespace) -> dict[str, Any]:
+    import imagenet
+
+    if args.data is None or args.checkpoint is None:
+        raise SystemExit("accuracy needs --data and --checkpoint")
+    device, names = args.device, CORRUPTIONS[:2] if args.quick else CORRUPTIONS
+    model = imagenet.deit_tiny(args.checkpoint, device)
+    source = imagenet.source_of(model, imagenet.shard(args.data, 0))
+    test = imagenet.shard(args.data, *((1,) if args.quick else (1, 2)))
+    first = 128 if args.quick else None
+    batches = list(stream(corrupted(test, names), batch_size=64, first=first, device=device))
+    rows = []
+
+    def run(label: str, name: str, reset: str, **settings: Any) -> None:
+        more = {"source": source, "lr": args.lr} if name == "mgtta" else {}
+        method = mgtta.create(name, model, **more, **settings)
+        method.warm_up(batches[0].x)
+        records = mgtta.evaluate(method, batches, reset=reset)
+        seconds = _timed(method, batches) if reset == "never" else None
+        right, total = sum(sum(r.curve) for r in records), sum(r.labelled for r in records)
+        rows.append(
+            {
+                "name": label, "reset": reset, "top1": 100 * right / total, "seconds": seconds,
+                "updates": sum(r.updates for r in records), "batches": len(batches),
+                "by domain": {r.domain: r.top1 for r in records}, **settings,
+            }
+        )  # fmt: skip
+        print(label, settings, reset, f"{rows[-1]['top1']:.2f} %", seconds, file=sys.stderr)
+
+    for precision in ("fp32", "bf16"):
+        run("NoAdapt", "noadapt", "domain", precision=precision)
+        run("MGTTA", "mgtta", "domain", precision=precision)
+    run("NoAdapt", "noadapt", "never", precision="bf16")
+    run("MGTTA", "mgtta", "never", precision="bf16")
+    run("MGTTA, schedule", "mgtta", "never", precision="bf16", schedule="auto")
+    return {"lr": args.lr, "images": first or len(test), "rows": rows}
+
+
+def _timed(method: Any, batches: list[Any]) -> float:
+    """Seconds of all batches, from the method's start on, each batch's predictions read before the next comes."""
+    method.reset()
+    now = clock("cuda" if batches[0].x.is_cuda else "cpu")
+    began = now()
+    for batch in batches:
+        method(batch.x).argmax(1).tolist()
+    return now() - began
+
+
+# --- pages
+
+
+def page(result: dict[str, Any]) -> str:
+    makers = {"step": step_page, "growth": growth_page, "data": data_page, "accuracy": accuracy_page}
+    parts = [
+        f"{makers[name](part)}\n\nCommand: `{part['command']}` ({part['where']}, torch {part['torch']})"
+        for key, part in sorted(result.items(), key=lambda item: PARTS.index(item[0].split()[0]))
+        for name in [key.split()[0]]
+    ]
+    return "\n\n".join(["# Speed", *parts]) + "\n"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *rows])
+
+
+def step_page(part: dict[str, Any]) -> str:
+    rows, batch, gpu = part["rows"], part["batch"], part["gpu"]
+    plain = {row["precision"]: row["seconds"] for row in rows if row["name"] == "NoAdapt"}
+    lines = []
+    for row in rows:
+        alone = row["name"].startswith(ALONE)
+        lines.append(
+            [
+                row["name"],
+                row["precision"],
+                f"{1e3 * row['seconds']:.2f}",
+                "" if alone or row["precision"] not in plain else f"{row['seconds'] / plain[row['precision']]:.2f}",
+                "" if alone else f"{batch / row['seconds']:,.0f}",
+                *([] if not gpu else ["" if alone else f"{row['peak'] / 1e6:,.0f}"]),
+            ]
+        )
+    head = ["", "precision", "ms", "times NoAdapt", "images/s", *(["peak MB"] if gpu else [])]
+    text = f"## A step: {part['model']}, batch {batch}, n = {part['n']:,}\n\n{table(head, lines)}"
+    return f"{text}\n\n{_bars(part)}"
+
+
+def _bars(part: dict[str, Any]) -> str:
+    """The figures that the rows come to."""
+    found = {(row["name"], row["precision"]): row for row in part["rows"]}
+    precision = "bf16" if ("MGTTA", "bf16") in found else "fp32"
+    whole, plain = found["MGTTA", precision]["seconds"], found["NoAdapt", precision]["seconds"]
+    generator = found[f"{ALONE}, {WAYS[-1]}", "fp32"]["seconds"]
+    lines = [
+        f"MGTTA in {precision}: {1e3 * whole:.2f} ms a batch, 50,000 images in {whole * 50000 / part['batch']:.1f} s; "
+        f"{whole / plain:.2f} times NoAdapt, {whole / found['TENT', precision]['seconds']:.3f} times TENT.",
+        f"The optimizer takes {100 * generator / whole:.1f} % of the step.",
+    ]
+    if spent := found.get(("MGTTA, budget spent", precision)):
+        limited = (50 * whole + (BATCHES - 50) * spent["seconds"]) / (BATCHES * plain)
+        lines.append(
+            f"With `max_updates=50`, {BATCHES} batches take {limited:.3f} times NoAdapt: (50 steps + {BATCHES - 50} "
+            "predictions) / NoAdapt, from the medians."
+        )
+    if low := found.get(("MGTTA, low memory", precision)):
+        lines.append(f"With low memory a step takes {low['seconds'] / whole:.2f} times as long.")
+    if part["gpu"]:
+        held = found["MGTTA", precision]["graphs hold"], found["MGTTA, low memory", precision]["graphs hold"]
+        lines.append(
+            f"The CUDA graphs of a step and of a prediction have {held[0] / 1e6:,.0f} MB reserved, gaps included; with "
+            f"low memory {held[1] / 1e6:,.0f} MB."
+        )
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def growth_page(part: dict[str, Any]) -> str:
+    lines = []
+    for case in part["rows"]:
+        plain, whole, generator = case["rows"]
+        lines.append(
+            [
+                case["model"], str(case["batch"]), f"{case['n']:,}", f"{1e3 * plain['seconds']:.2f}",
+                f"{1e3 * whole['seconds']:.2f}", f"{whole['seconds'] / plain['seconds']:.2f}",
+                f"{case['batch'] / whole['seconds']:,.0f}", f"{1e3 * generator['seconds']:.3f}",
+                f"{100 * generator['seconds'] / whole['seconds']:.1f}",
+                *([f"{whole['peak'] / 1e6:,.0f}"] if part["gpu"] else []),
+            ]
+        )  # fmt: skip
+    head = ["model", "batch", "n", "NoAdapt ms", "MGTTA ms", "ratio", "images/s", "generator ms", "its share, %"]
+    head += ["peak MB"] if part["gpu"] else []
+    sizes = [[str(row["hidden_size"]), f"{1e3 * row['seconds']:.3f}"] for row in part["hidden"]]
+    model = part["rows"][2]["model"]
+    return (
+        f"## As work grows\n\n{table(head, lines)}\n\n![Time and memory](speed.svg)\n\n"
+        f"The generator's step for {model}, by hidden size:\n\n{table(['hidden size', 'ms'], sizes)}"
+    )
+
+
+def data_page(part: dict[str, Any]) -> str:
+    rows = [[str(row["workers"]), f"{row['rate']:,.0f}"] for row in part["rows"]]
+    return f"## From JPEG tars, {part['cores']} cores\n\n{table(['worker processes', 'images/s'], rows)}"
+
+
+def accuracy_page(part: dict[str, Any]) -> str:
+    plain = {r["precision"]: r["seconds"] for r in part["rows"] if r["name"] == "NoAdapt" and r["seconds"] is not None}
+    lines = [
+        [
+            r["name"], r["precision"], "before each" if r["reset"] == "domain" else "never", f"{r['top1']:.2f}",
+            f"{r['updates']} of {r['batches']}",
+            *([f"{r['seconds']:.2f}", f"{r['seconds'] / plain[r['precision']]:.2f}"] if r["seconds"] else ["", ""]),
+        ]
+        for r in part["rows"]
+    ]  # fmt: skip
+    head = ["", "precision", "reset", "top-1, %", "updates", "seconds", "times NoAdapt"]
+    return (
+        f"## Accuracy: DeiT-Tiny, {part['images']} ImageNet images under each corruption, lr {part['lr']:g}\n\n"
+        f"{table(head, lines)}"
+    )
+
+
+def plot(part: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    cases, batch = part["rows"], part["rows"][0]["batch"]
+    by_model = cases[:4]
+    by_batch = sorted([by_model[2], *cases[4:]], key=lambda case: case["batch"])
+    figure, axes = pyplot.subplots(1, 3, figsize=(11, 3.2))
+    for i, label in ((0, "NoAdapt"), (1, "MGTTA")):
+        for axis, x, some in ((axes[0], "batch", by_batch), (axes[1], "n", by_model)):
+            axis.plot([c[x] for c in some], [1e3 * c["rows"][i]["seconds"] for c in some], "o-", label=label)
+    share = [100 * c["rows"][2]["seconds"] / c["rows"][1]["seconds"] for c in by_model]
+    axes[2].plot([c["n"] for c in by_model], share, "o-", color="black")
+    axes[0].set(xscale="log", yscale="log", xlabel="batch size", ylabel="ms a batch", title=by_model[2]["model"])
+    axes[1].set(xscale="log", yscale="log", xlabel="n, adapted parameters", ylabel="ms a batch", title=f"batch {batch}")
+    axes[2].set(xscale="log", xlabel="n, adapted parameters", ylabel="%", title="the generator's share", ylim=(0, None))
+    axes[0].legend(frameon=False)
+    figure.tight_layout()
+    with atomic(path) as temporary:
+        figure.savefig(temporary, format="svg", metadata={"Date": None})
+    pyplot.close(figure)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="vit_base_patch16_224", help="a timm name, or glyphs_vit")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS[:3])
+    parser.add_argument("--model", default="vit_base_patch16_224", help="of `step`: a timm name, or a shipped one")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="a folder for speed-MODEL-DEVICE.md")
+    parser.add_argument("--data", type=Path, help="of `accuracy`: the folder of the shards")
+    parser.add_argument("--checkpoint", type=Path, help="of `accuracy`: weights of deit_tiny_patch16_224")
+    parser.add_argument("--lr", type=float, default=5e-3, help="of `accuracy`: MGTTA's")
+    parser.add_argument("--quick", action="store_true", help="does it run?")
+    parser.add_argument("--out", type=Path, help="the folder of speed.json, speed.md and speed.svg")
     args = parser.parse_args()
-    torch.manual_seed(0)
     if args.device == "cpu":
         torch.set_num_threads(1)
-    net = args.model if args.model == "glyphs_vit" else timm.create_model(args.model)
-    model = mgtta.load_model(net).to(args.device)
-    side = model.input_size[0]
-    x = torch.randint(0, 256, (args.batch, 3, side, side), dtype=torch.uint8, device=args.device)
-    text = table(measure(contenders(model, x), args.rounds, args.device), args.batch, args.device)
-    command = f"python benchmarks/speed.py --model {args.model} --batch {args.batch} --rounds {args.rounds}"
-    command += f" --device {args.device}"
-    where = torch.cuda.get_device_name() if args.device != "cpu" else "CPU, one thread"
-    text = f"{args.model}, batch {args.batch}, torch {torch.__version__}, {where}:\n\n{text}\n\nCommand: `{command}`\n"
-    print(text)
-    if args.out:
-        with atomic(args.out / f"speed-{args.model}-{args.device}.md") as path:
-            path.write_text(text)
+    file = None if args.out is None else args.out / "speed.json"
+    result = json.loads(file.read_text()) if file is not None and file.exists() else {}
+    failed = []
+    for part in args.part:
+        began = time.perf_counter()
+        try:
+            found = {"step": step, "growth": growth, "data": data, "accuracy": accuracy}[part](args)
+        except Exception:  # the other parts may still work
+            traceback.print_exc()
+            failed.append(part)
+            continue
+        about = {
+            "command": shlex.join(["python", "benchmarks/speed.py", *sys.argv[1:]]),
+            "where": torch.cuda.get_device_name() if args.device == "cuda" else "CPU, one thread",
+            "gpu": args.device == "cuda",
+            "torch": torch.__version__,
+            "took": time.perf_counter() - began,
+        }
+        result[f"step {args.model} {args.batch} {args.device}" if part == "step" else part] = {**about, **found}
+        print(f"{part}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+        if file is not None:  # after each part, in case the next one does not end well
+            with atomic(file) as path:
+                path.write_text(json.dumps(result, indent=1) + "\n")
+            with atomic(args.out / "speed.md") as path:
+                path.write_text(page(result))
+            if part == "growth":
+                plot(result["growth"], args.out / "speed.svg")
+    if file is None:
+        print(page(result))
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from mgtta.experiments import (
     tuned,
     variant,
 )
+from mgtta.profile import PARTS
 from mgtta.progress import Bars
 from mgtta.recipes import RECIPES
 from mgtta.store import Store
@@ -78,6 +79,32 @@ def test_records_hold_figures_and_protocol(tmp_path):
     adapting = [r["adapt_seconds"] for r in records]
     assert adapting[0] < adapting[1]
     assert adapting[0] < records[0]["predict_seconds"]
+
+
+def test_records_say_their_precision_and_where_the_time_went(tmp_path):
+    asked = dataclasses.replace(SMALL, precision="bf16", profile=True)
+    records = run_cells(FEW[:2], asked, Store(tmp_path))
+    assert {r["protocol"]["precision"] for r in records} == {"bf16"}
+    for r in records:
+        assert r["profile"].keys() == set(PARTS)
+        assert r["profile"]["predicting"] > 0
+        assert sum(r["profile"].values()) >= r["seconds"]
+    assert sum(r["profile"]["loading"] for r in records) > 0
+    exact = run_cells(FEW[1:2], dataclasses.replace(SMALL, profile=True), Store(tmp_path / "exact"))[0]
+    assert exact["protocol"]["precision"] == "fp32"
+    assert exact["profile"]["optimizer"] > 0
+    assert "| optimizer |" in bench.time_table(records)
+    assert bench.time_table([{}]) == ""
+    with pytest.raises(ValueError, match="precision='bf16' is not for sar"):
+        run_cells([Cell("corruptions", "sar", ("fog",))], asked, Store(tmp_path / "none"))
+
+
+def test_precision_tells_work_apart_where_it_makes_a_difference():
+    cell, gpu = FEW[0], Setup(device="cuda")
+    same = [Setup(), Setup(precision="auto"), Setup(profile=True), gpu]
+    assert len({cell.key(setup) for setup in same}) == 1
+    others = [Setup(precision="bf16"), dataclasses.replace(gpu, precision="auto"), Setup(tf32=True)]
+    assert len({cell.key(setup) for setup in (same[0], *others)}) == 4
 
 
 def test_finished_cells_are_not_run_again_and_a_stopped_run_goes_on(tmp_path, monkeypatch, counted):

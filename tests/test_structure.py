@@ -11,11 +11,11 @@ import mgtta
 
 ROOT = Path(mgtta.__file__).parent
 ORDER = [
-    "__init__", "errors", "alarms", "records", "distributed", "bars", "shipped", "files", "_timm",
+    "__init__", "errors", "alarms", "profile", "records", "distributed", "bars", "shipped", "files", "_timm",
     "data.images", "data.shards", "data.corruptions", "data.datasets", "data.glyphs", "data.held",
     "data.streams", "data.export",
-    "augment", "params", "taps", "models", "losses", "source", "fisher", "generator", "checkpoint",
-    "optim.mgg", "optim", "methods.base", "methods", "guard",
+    "augment", "params", "taps", "models", "losses", "schedule", "source", "fisher", "generator", "checkpoint",
+    "optim.mgg", "optim", "kernels", "lowered", "vit", "fast", "methods.base", "methods", "guard",
     "recipes", "metrics", "evaluation", "meta", "store", "workers", "cluster", "experiments", "bench", "progress",
     "report.summary", "report.paired", "report.words", "report.published", "report.tables", "report.charts",
     "report.examples", "report.page", "report.write", "report", "predictions", "running",
@@ -73,6 +73,14 @@ def test_public_names_are_there():
 
 def test_importing_the_package_does_not_import_torch():
     code = "import sys, mgtta, mgtta.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_fast_path_is_loaded_for_those_alone_who_ask():
+    code = (
+        "import sys, mgtta, mgtta.bench; mgtta.create('tent', mgtta.load_model('glyphs_vit')); "
+        "sys.exit(any(name in sys.modules for name in ('mgtta.fast', 'mgtta.vit', 'mgtta.kernels', 'triton')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

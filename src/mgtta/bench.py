@@ -42,6 +42,7 @@ from mgtta.experiments import (
 from mgtta.fisher import Fisher, fisher_information
 from mgtta.meta import meta_train, shifted_images
 from mgtta.models import Classifier, load_model
+from mgtta.profile import PARTS, optimizer_apart, profiled
 from mgtta.recipes import create, needs_source, recipe_settings
 from mgtta.shipped import shipped
 from mgtta.source import SourceStatistics, load_source, source_statistics
@@ -174,7 +175,15 @@ class Lab:
         return path
 
     def run(self, cell: Cell) -> list[dict[str, Any]]:
-        """The cell's records, one for each domain."""
+        """The cell's records, one for each domain; the first one has the profile of all, where it is asked for."""
+        if not self.setup.profile:
+            return self._run(cell)
+        with profiled() as found:
+            records = self._run(cell)
+        records[0]["profile"] = found
+        return records
+
+    def _run(self, cell: Cell) -> list[dict[str, Any]]:
         batches, images = self._batches(cell)
         known, training = recipe_settings(cell.method), training_of(cell, self.setup)
         settings = dict(cell.settings)
@@ -189,8 +198,10 @@ class Lab:
         elif known.get("generator") == Setup.generator:
             settings.setdefault("generator", self.setup.generator)
         limits: dict[str, Any] = {"max_updates": cell.max_updates, "max_seconds": cell.max_seconds}
+        limits["precision"] = self.setup.precision
         method = create(cell.method, self.model(images), process_group=self.group, **limits, **settings)
         if cell.alone:  # the first batch of all pays for what is set up once; it leaves no trace
+            method.warm_up(next(iter(batches)).x)
             method(next(iter(batches)).x)
             method.reset()
         done = 0
@@ -200,9 +211,10 @@ class Lab:
             done += 1
             self.watch.batch(cell, record, done / len(batches))
 
-        timing = {"timing": True} if cell.timed else {}
-        records = evaluate(method, batches, cell.reset, on_batch=on_batch, **timing)
-        return [self._described(cell, record) for record in records]
+        timing = {"timing": True} if cell.timed or self.setup.profile else {}
+        with optimizer_apart(method.optimizer):
+            records = evaluate(method, batches, cell.reset, on_batch=on_batch, **timing)
+        return [self._described(cell, record, method.precision) for record in records]
 
     def _batches(self, cell: Cell) -> tuple[Any, Any]:
         """The stream, a list where it is small enough to keep, and the images it is made of."""
@@ -230,7 +242,7 @@ class Lab:
         held = [self._sets.setdefault(k, Held(d.dataset, self.room)) for k, d in zip(keys, domains, strict=True)]
         return [dataclasses.replace(d, dataset=h) for d, h in zip(domains, held, strict=True)]
 
-    def _described(self, cell: Cell, record: Record) -> dict[str, Any]:
+    def _described(self, cell: Cell, record: Record, precision: str) -> dict[str, Any]:
         model, training, known = self.model(), training_of(cell, self.setup), recipe_settings(cell.method)
         uses_generator = "generator" in known and (training is not None or "optimizer" not in known)
         own = known.get("generator") == Setup.generator
@@ -257,7 +269,7 @@ class Lab:
             "training_images": training.images if training else None,
             "chosen_from": list(cell.chosen_from) or None,
             "device": _device_name(self.setup.device),
-            "precision": "tf32" if self.setup.tf32 else "fp32",
+            "precision": "tf32" if self.setup.tf32 and precision == "fp32" else precision,
             "ranks": self.setup.ranks,
             "threads": torch.get_num_threads(),
             "versions": {"mgtta": __version__, "torch": torch.__version__, "timm": timm.__version__},
@@ -437,6 +449,17 @@ def _by_cell(store: Store) -> dict[str, list[dict[str, Any]]]:
     for record in store.records():
         found.setdefault(record["cell"], []).append(record)
     return found
+
+
+def time_table(records: Iterable[dict[str, Any]]) -> str:
+    """Where the time of all records went, as markdown; empty where none of them says."""
+    found = [record["profile"] for record in records if "profile" in record]
+    if not found:
+        return ""
+    seconds = {name: sum(profile[name] for profile in found) for name in PARTS}
+    total = sum(seconds.values())
+    rows = [f"| {name} | {value:.2f} | {100 * value / total:.1f} |" for name, value in seconds.items()]
+    return "\n".join(["| time | seconds | % |", "|---|---:|---:|", *rows])
 
 
 def by_experiment(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -30,6 +30,7 @@ Clean = Annotated[Path | None, typer.Option(help="Clean images to take the stati
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default the GPU if there is one.")]
 Size = Annotated[int | None, typer.Option(help="Side of the images; by default the model's own.")]
 Timeout = Annotated[float, typer.Option(help="Under torchrun: seconds to wait for another rank.")]
+Precision = Annotated[str, typer.Option(help="fp32: exact; bf16: the fast path; auto: that one for a ViT on a GPU.")]
 Skip = Annotated[bool, typer.Option("--skip-unreadable", help="Skip and count unreadable images.")]
 
 
@@ -52,6 +53,9 @@ def adapt(
     resume: Annotated[Path | None, typer.Option(help="A file that keeps the run, to go on from after a kill.")] = None,
     save_every: Annotated[int, typer.Option(min=1, help="Batches between two saves of the run.")] = 32,
     guard: Annotated[bool, typer.Option("--guard", help="Watch for collapse, and undo it.")] = False,
+    precision: Precision = "fp32",
+    low_memory: Annotated[bool, typer.Option("--low-memory", help="With bf16: keep few activations.")] = False,
+    schedule: Annotated[str, typer.Option(help="always; auto: learn most just after a shift.")] = "always",
     size: Size = None,
     skip_unreadable: Skip = False,
     device: Device = None,
@@ -79,7 +83,8 @@ def adapt(
     settings = _settings(setting)
     if needs_source(method):
         settings["source"] = _source(classifier, source, clean, size)
-    adapted = mgtta.create(method, classifier, guard=guard, process_group=group, **settings)
+    ways: dict[str, Any] = {"precision": precision, "low_memory": low_memory, "schedule": schedule}
+    adapted = mgtta.create(method, classifier, guard=guard, process_group=group, **ways, **settings)
     ranks = adapted.ranks
     if start is not None:
         load_state(adapted, start)
@@ -95,7 +100,7 @@ def adapt(
         if resume is not None:
             protocol = {
                 "method": method, "settings": setting, "batch_size": batch_size, "size": size, "suffix": suffix,
-                "images": _hash(images.names[:first]),
+                "images": _hash(images.names[:first]), "precision": adapted.precision, "schedule": schedule,
             }  # fmt: skip
             run = Run(resume, adapted, out, images, protocol, batch_size, save_every)
             batches = batches.after(run.position)
@@ -255,11 +260,13 @@ def bench(
     json: Annotated[bool, typer.Option("--json", help="Events and records as lines of JSON, and no bars.")] = False,
     device: Device = None,
     tf32: Annotated[bool, typer.Option("--tf32", help="Faster matrix products on the GPU, rounded to TF32.")] = False,
+    precision: Precision = "fp32",
+    profile: Annotated[bool, typer.Option("--profile", help="Say where the time goes; waits for the GPU.")] = False,
     timeout: Timeout = 300.0,
 ) -> None:
     """Run an experiment of the paper; records go to a folder, a table to the screen."""
     from mgtta import experiments
-    from mgtta.bench import IMAGES, Watch, by_experiment, run_experiment
+    from mgtta.bench import IMAGES, Watch, by_experiment, run_experiment, time_table
     from mgtta.data.held import STAND_INS
     from mgtta.distributed import ranks_of
     from mgtta.progress import Bars, Lines
@@ -269,7 +276,7 @@ def bench(
     images = images or (64 if quick else None)
     setup = experiments.Setup(
         model, None if checkpoint is None else str(checkpoint), data, validation, source, generator, images,
-        _device(device), tf32,
+        _device(device), tf32, precision=precision, profile=profile,
     )  # fmt: skip
     named = [experiments.variant(text) for text in variant] or ([] if data else [(name, name) for name in STAND_INS])
     sizes: dict[str, Any] = {"batch_size": 64, **(experiments.QUICK if quick else {})}
@@ -298,6 +305,8 @@ def bench(
         if not json:
             typer.echo(f"{name}\n\n{markdown(found)}\n")
     if not json:
+        if profile:
+            typer.echo(f"{time_table(records)}\n")
         typer.echo(f"{len(records)} records in {store.path}")
 
 

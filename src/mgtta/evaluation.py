@@ -14,6 +14,7 @@ from torch import Tensor
 from mgtta.errors import unknown
 from mgtta.methods.base import Method
 from mgtta.metrics import BINS, counts, expected_calibration_error
+from mgtta.profile import add
 
 RESETS = ("domain", "never")
 
@@ -32,8 +33,8 @@ class Record:
     seconds: float = 0.0  # in the method, predicting and adapting; on a GPU, true with evaluate's `timing` alone
     predict_seconds: float = 0.0  # of these, until the network has given its first logits of each batch
     adapt_seconds: float = 0.0  # and the rest
-    peak_memory: int | None = None  # bytes that torch held on the GPU at most
-    process_peak_memory: int = 0  # bytes of main memory that the whole process has held at most, since it began
+    peak_memory: int | None = None  # bytes that torch held on the GPU at most; at the domain's end
+    process_peak_memory: int = 0  # bytes of main memory that the whole process has held at most; at the domain's end
     remaining: float | None = None  # top1 of the images that came after the method's budget was spent
     top1: float | None = None
     top5: float | None = None
@@ -82,6 +83,8 @@ def _evaluate(
     records: list[Record] = []
     for batch in stream:
         if not records or records[-1].domain != batch.domain:
+            if records:
+                _note_memory(records[-1], method)
             if reset == "domain":
                 method.reset()
             records.append(Record(method.name, batch.domain))
@@ -98,12 +101,11 @@ def _evaluate(
         record.sizes.append(int(images))
         record.updates, record.skipped = method.updates - before[0], method.skipped - before[1]
         record.events = list(method.events[before[2] :])
+        add("predicting", predicting)
+        add("adapting", adapting)
         record.predict_seconds += predicting
         record.adapt_seconds += adapting
         record.seconds = record.predict_seconds + record.adapt_seconds
-        record.process_peak_memory = process_peak_memory()
-        if logits.is_cuda:
-            record.peak_memory = torch.cuda.max_memory_allocated(logits.device)
         if labelled:
             record.labelled += int(labelled)
             record.curve.append(int(hits))
@@ -118,7 +120,18 @@ def _evaluate(
                 record.remaining = 100 * left_hits / left
         if on_batch is not None:
             on_batch(record, batch, logits)
+    if records:
+        _note_memory(records[-1], method)
     return records
+
+
+def _note_memory(record: Record, method: Method) -> None:
+    """What was held at most until the end of the domain; what CUDA graphs hold, torch does not count."""
+    record.process_peak_memory = process_peak_memory()
+    device = next(method.model.parameters()).device
+    if device.type == "cuda":
+        graphs = 0 if method.fast is None else method.fast.graph_bytes
+        record.peak_memory = torch.cuda.max_memory_allocated(device) + graphs
 
 
 def _counts(logits: Tensor, y: Tensor | None) -> list[float]:

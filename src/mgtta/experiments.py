@@ -41,6 +41,8 @@ class Setup:
     device: str = "cpu"
     tf32: bool = False  # matrix products on the GPU rounded to TF32: faster, and no longer exact
     ranks: int = 1  # processes that share every batch
+    precision: str = "fp32"  # as `create` takes it
+    profile: bool = False  # whether records say where the time went
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,10 @@ class Cell:
         cell = dataclasses.replace(self, experiment="", chosen_from=())
         if self.method in STILL:
             cell = dataclasses.replace(cell, max_updates=None, max_seconds=None, settings=())
+        exact = setup.precision == "auto" and not setup.device.startswith("cuda")
+        precision = Setup.precision if exact else setup.precision
         place = setup if cell.timed else dataclasses.replace(setup, device="cpu", ranks=1)
-        return digest([cell, place])
+        return digest([cell, dataclasses.replace(place, precision=precision, profile=False)])
 
 
 def digest(what: Any) -> str:

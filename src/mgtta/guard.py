@@ -28,6 +28,7 @@ from mgtta.losses import entropy
 from mgtta.methods.base import Method
 from mgtta.models import Classifier
 from mgtta.params import batch_norms
+from mgtta.taps import FirstPass
 
 POLICIES = ("rollback", "slow", "source")
 CLOSER = 4  # times as often as usual the source is asked after an alarm
@@ -192,12 +193,13 @@ class Guarded(Method):
                 return logits
             due = self._due()
             before = self.method.state_dict() if due else None
-            with _FirstFeatures(self.method.model) as features:
+            model = self.method.model
+            with FirstPass(model.net, model._taps[-1:]) as first:
                 logits = self.method(x)
             watch.images += len(logits)
             self._follow(logits)
             if due or self._strange():
-                logits = self._judge(x, logits, features.found, before)
+                logits = self._judge(x, logits, first.found.get(model._taps[-1].name), before)
             return logits
 
     def predict(self, x: Tensor) -> Tensor:
@@ -405,35 +407,6 @@ class Guarded(Method):
             first = start["optimizer"]["param_groups"]
             for group, original in zip(method.optimizer.param_groups, first, strict=True):
                 group["lr"] = original["lr"] * self.watch.pace
-
-
-class _FirstFeatures:
-    """The features (N, d) of a model's last layer in the first forward pass within the block, which has all images."""
-
-    def __init__(self, model: Classifier):
-        self.tap = model._taps[-1]
-        self.found: Tensor | None = None
-        self.layer = model.net.get_submodule(self.tap.name)
-        self.images = 0
-        self.net = model.net
-
-    def __enter__(self) -> "_FirstFeatures":
-        self.handles = [
-            self.net.register_forward_pre_hook(self._note_size),
-            self.layer.register_forward_hook(self._read),
-        ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _note_size(self, _net: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self.images = len(inputs[0])
-
-    def _read(self, _layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if self.found is None:
-            self.found = self.tap.pool(inputs[0] if self.tap.at_input else output, self.images).detach()
 
 
 def guarded(method: Method, guard: Guard | bool = True) -> Guarded:

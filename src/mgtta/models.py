@@ -35,6 +35,7 @@ class Classifier(nn.Module):
     """
 
     takes_empty = False  # whether a batch of no images, a rank's share of a small one, gives no logits or is refused
+    image_dtype: torch.dtype | None = None  # in which images are normalised, where it is not the weights'
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class Classifier(nn.Module):
         self.register_buffer("mean", None if mean is None else torch.tensor(mean).view(1, -1, 1, 1))
         self.register_buffer("std", None if std is None else torch.tensor(std).view(1, -1, 1, 1))
         self.register_buffer("classes", None if classes is None else _class_index(classes, net))
+        self._last_class = -1 if self.classes is None else int(self.classes.max())
         self._taps = feature_taps(net)
         self._uses_batch_statistics = False
         self.train(False)
@@ -71,8 +73,8 @@ class Classifier(nn.Module):
             )
         if self.classes is None:
             return logits
-        if self.classes.max() >= logits.shape[1]:
-            raise _too_few_classes(int(self.classes.max()), logits.shape[1])
+        if self._last_class >= logits.shape[1]:
+            raise _too_few_classes(self._last_class, logits.shape[1])
         return logits[:, self.classes]
 
     def features(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -85,10 +87,14 @@ class Classifier(nn.Module):
         finally:
             for handle in handles:
                 handle.remove()
+        pooled = self.in_order(found)
+        return logits, pooled if len(x) else [f[:0] for f in pooled]
+
+    def in_order(self, found: dict[str, Tensor]) -> list[Tensor]:
+        """What the taps found, layer by layer."""
         if not found:
             raise ValueError(f"none of {self.name}'s normalisation layers takes part in its forward pass")
-        pooled = [found[tap.name] for tap in self._taps if tap.name in found]
-        return logits, pooled if len(x) else [f[:0] for f in pooled]
+        return [found[tap.name] for tap in self._taps if tap.name in found]
 
     def embed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The logits (N, C), and what the head turned into them, (N, D)."""
@@ -160,6 +166,13 @@ class Classifier(nn.Module):
 
     def pixels(self, x: Tensor) -> Tensor:
         """The images as floats in [0, 1], on the network's device and in its dtype; refused where they do not fit."""
+        self.check(x)
+        like = next(self.net.parameters())
+        moved = x.to(like.device, self.image_dtype or like.dtype, non_blocking=True)
+        return moved / 255 if x.dtype == torch.uint8 else moved
+
+    def check(self, x: Tensor) -> None:
+        """Refuse what is not a batch of images."""
         if not isinstance(x, Tensor):
             raise TypeError(f"images must be a torch.Tensor, not {type(x).__name__}")
         channels = None if self.mean is None else self.mean.shape[1]
@@ -172,9 +185,6 @@ class Classifier(nn.Module):
             raise ValueError(f"the batch is empty or has no batch dimension: its shape is {tuple(x.shape)}")
         if x.dtype != torch.uint8 and not x.is_floating_point():
             raise TypeError(f"images must be uint8, or float in [0, 1], not {x.dtype}")
-        like = next(self.net.parameters())
-        moved = x.to(like.device, like.dtype, non_blocking=True)
-        return moved / 255 if x.dtype == torch.uint8 else moved
 
     def _prepare(self, x: Tensor) -> Tensor:
         x = self.pixels(x)

@@ -55,7 +55,7 @@ def early_norm_parameters(net: nn.Module) -> list[nn.Parameter]:
     that has neither, it is counted in norm layers, the first of which always adapts.
     """
     layers = norm_layers(net)
-    parts = _depth(net)
+    parts = blocks_of(net)
     early, late = parts[: 3 * len(parts) // 4], parts[3 * len(parts) // 4 :]
     inside = [i for i, name in enumerate(layers) if _inside(name, early)]
     beyond = [i for i, name in enumerate(layers) if _inside(name, late)]
@@ -63,7 +63,7 @@ def early_norm_parameters(net: nn.Module) -> list[nn.Parameter]:
     return [p for layer in list(layers.values())[:end] for p in layer.parameters(recurse=False)]
 
 
-def _depth(net: nn.Module) -> list[str]:
+def blocks_of(net: nn.Module) -> list[str]:
     """The names of the blocks or stages, in order: of `blocks`, `stages`, `layers`, or `layer1`, `layer2`, ..."""
     for prefix, module in net.named_modules():
         dot = f"{prefix}." if prefix else ""

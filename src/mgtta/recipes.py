@@ -16,7 +16,7 @@ from mgtta.errors import unknown
 from mgtta.fisher import Fisher, load_fisher
 from mgtta.generator import MetaGradientGenerator
 from mgtta.guard import Guard, guarded
-from mgtta.methods.base import Method
+from mgtta.methods.base import GradientMethod, Method
 from mgtta.methods.bn import BatchNormStatistics
 from mgtta.methods.cotta import CoTTA
 from mgtta.methods.deyo import DeYO
@@ -33,8 +33,11 @@ from mgtta.methods.t3a import T3A
 from mgtta.methods.tent import Tent
 from mgtta.models import Classifier, as_classifier
 from mgtta.optim import optimizer_factory
+from mgtta.schedule import SCHEDULES, Schedule
 from mgtta.source import SourceStatistics, load_source
 
+PRECISIONS = ("auto", "fp32", "bf16")
+OF_ALL = ("max_updates", "max_seconds", "process_group", "guard", "precision", "low_memory", "schedule")  # methods
 Source = SourceStatistics | str | os.PathLike
 Generator = MetaGradientGenerator | str | os.PathLike
 
@@ -348,6 +351,9 @@ def create(
     max_seconds: float | None = None,
     process_group: ProcessGroup | None = None,
     guard: Guard | bool = False,
+    precision: str = "fp32",
+    low_memory: bool = False,
+    schedule: str = "always",
     **settings: Any,
 ) -> Method:
     """The method of a recipe around a copy of the model; `settings` overrides what the recipe's paper says.
@@ -357,12 +363,21 @@ def create(
         process_group: ranks that share every batch, such as torch.distributed.group.WORLD. Each creates the same
             method and calls it, batch by batch, with its share of the images, which may be none.
         guard: True, or mgtta.Guard(...): watch for collapse, see mgtta.guard.
+        precision: "fp32", exact; "bf16", the fast path: frozen weights in bfloat16, all that adapts in float32, on a
+            GPU compiled and captured, see mgtta.fast; "auto": the fast path for NoAdapt, TENT and Eq. 7 with any
+            optimizer where a plain ViT in float32 is on a GPU that has bfloat16, and no ranks or seconds are named.
+        low_memory: on the fast path, recompute activations where they would be kept: slower.
+        schedule: "auto" learns at once after a shift and then ever more rarely, see mgtta.schedule.
     """
+    if precision not in PRECISIONS:
+        raise unknown("precision", precision, PRECISIONS)
+    if schedule not in SCHEDULES:
+        raise unknown("schedule", schedule, SCHEDULES)
     function = recipe_of(name)
     parameters = recipe_settings(name)
     for key in settings:
         if key not in parameters:
-            valid = [*parameters, "max_updates", "max_seconds", "guard", "process_group"]
+            valid = [*parameters, *OF_ALL]
             raise unknown(f"setting of {name}", key, valid)
     if "source" in parameters and settings.get("source") is None:
         raise ValueError(f"{name} needs source=...: mgtta.source_statistics(model, clean_images) makes it")
@@ -375,12 +390,23 @@ def create(
         method = function(as_classifier(model), **settings)
     method.name = function.__name__
     method.max_updates, method.max_seconds = max_updates, max_seconds
+    if schedule == "auto":
+        if not isinstance(method, GradientMethod) or process_group is not None:
+            raise ValueError("schedule='auto' is for methods that learn by gradients, in one process")
+        method.schedule = Schedule()
     if process_group is not None:
         if guard is not False:
             raise ValueError("a guard judges by the images of its own rank: it cannot stand over several")
         method.join(ranks_of(process_group))
         chosen = repr((max_updates, max_seconds, sorted(settings.items())))  # of tensors, a few digits of some numbers
         method.ranks.agree("model, method and settings", [method.fingerprint, method.kind, chosen])
+    if precision != "fp32":
+        from mgtta.fast import takes
+
+        if takes(method, precision):
+            method.quicken(low_memory)
+    if low_memory and method.fast is None:
+        raise ValueError("low_memory belongs to the fast path: precision='bf16', with a method that has one")
     return method if guard is False else guarded(method, guard)
 
 

@@ -3,6 +3,8 @@
 Shapes: N images, L tokens or places, d features.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,7 +34,7 @@ class Tap:
         def read(_layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             found[self.name] = self.pool(inputs[0] if self.at_input else output, n)
 
-        return net.get_submodule(self.name).register_forward_hook(read)
+        return net.get_submodule(self.name).register_forward_hook(read, prepend=True)  # before any rounding
 
     def pool(self, t: Tensor, n: int) -> Tensor:
         """(N, L, d), (L, N, d), (N, H, W, d) or (N, d, H, W) -> (N, d); windows may lie along the first axis."""
@@ -44,6 +46,44 @@ class Tap:
         if self.class_token:
             return t[:, 0]
         return t[:, self.prefix_tokens if t.shape[1] > self.prefix_tokens else 0 :].mean(1)
+
+
+class FirstPass:
+    """The features of each tapped layer in a network's first pass within the block, whoever calls it.
+
+    Attributes:
+        found: name of the layer -> (N, d), detached.
+    """
+
+    def __init__(self, net: nn.Module, taps: Sequence[Tap]):
+        self.net, self.taps = net, taps
+        self.found: dict[str, Tensor] = {}
+        self.images, self.over = 0, False
+
+    def __enter__(self) -> "FirstPass":
+        self.handles = [
+            self.net.register_forward_pre_hook(self._begin),
+            *(
+                self.net.get_submodule(tap.name).register_forward_hook(partial(self._read, tap), prepend=True)
+                for tap in self.taps
+            ),
+            self.net.register_forward_hook(self._end),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _begin(self, _net: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self.images = len(inputs[0])
+
+    def _read(self, tap: Tap, _layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if not self.over:
+            self.found[tap.name] = tap.pool(inputs[0] if tap.at_input else output, self.images).detach()
+
+    def _end(self, *_: object) -> None:
+        self.over = True
 
 
 def feature_taps(net: nn.Module) -> list[Tap]:

@@ -21,6 +21,7 @@ from mgtta.data.datasets import imagenet_c
 from mgtta.data.images import ImageError
 from mgtta.distributed import Alone, share
 from mgtta.errors import unknown
+from mgtta.profile import part
 
 GRADUAL = (1, 2, 3, 4, 5, 4, 3, 2, 1)  # severities of the gradual setting
 
@@ -192,15 +193,23 @@ class Stream:
             num_workers=self.workers,
             pin_memory=self.device is not None and self.device.type == "cuda",
         )
-        for batch, rows, failed in loader:
+        batches = iter(loader)
+        while True:
+            with part("loading"):
+                found = next(batches, None)
+            if found is None:
+                return
+            batch, rows, failed = found
             for d, i, reason in failed:
                 _skip(self.domains[d].dataset, i, reason)
             if not len(rows) and not self.keeps_empty:
                 continue
             if self.device is not None:
-                x = batch.x.to(self.device, non_blocking=True)
-                y = None if batch.y is None else batch.y.to(self.device, non_blocking=True)
-                batch = batch._replace(x=_corrupt(x, rows, self.domains, self.seed), y=y)
+                with part("moving"):
+                    x = batch.x.to(self.device, non_blocking=True)
+                    y = None if batch.y is None else batch.y.to(self.device, non_blocking=True)
+                with part("corrupting"):
+                    batch = batch._replace(x=_corrupt(x, rows, self.domains, self.seed), y=y)
             yield batch
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,11 @@ from mgtta.distributed import ALONE, Alone
 from mgtta.files import fingerprint
 from mgtta.models import Classifier
 from mgtta.params import batch_norms
+from mgtta.schedule import Schedule, summary
+from mgtta.taps import FirstPass
+
+if TYPE_CHECKING:
+    from mgtta.fast import Fast  # with its compiler and kernels, for those alone who ask for it
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -64,6 +69,8 @@ class Method(nn.Module):
         max_updates, max_seconds: budgets; when one is spent the method only predicts.
         ranks: those who share every batch; see `join`.
         events: what a guard did, see mgtta.guard.
+        fast: what takes the steps where they are not taken in float32; see `quicken` and mgtta.fast.
+        schedule: from which batches to learn; None: from all. See mgtta.schedule.
 
     Threads that share a method take turns: a call, a reset, a state saved or loaded is never mixed with another.
     """
@@ -74,6 +81,9 @@ class Method(nn.Module):
     needs: tuple[str, ...] = ()  # beside the model and the images, as `mgtta list` shows it
     ranks: Alone = ALONE
     shares_batches = False  # whether all that hangs on a whole batch is asked of `ranks`
+    static_step = False  # whether a step does the same whatever is in a batch; each class says so for itself
+    fast: "Fast | None" = None
+    schedule: Schedule | None = None
 
     def __init__(self, model: Classifier):
         super().__init__()
@@ -82,7 +92,7 @@ class Method(nn.Module):
         self.model = copy.deepcopy(model).requires_grad_(False)
         self.fingerprint = model.fingerprint()
         self.adapted: dict[str, nn.Parameter] = {}
-        self.updates = self.skipped = 0
+        self._updates = self._skipped = 0
         self.seconds = 0.0
         self.max_updates: int | None = None
         self.max_seconds: float | None = None
@@ -118,6 +128,45 @@ class Method(nn.Module):
         self.model.takes_empty = True
         self.ranks = ranks
 
+    def quicken(self, low_memory: bool = False) -> None:
+        """Take steps with the frozen weights in bfloat16 from now on: see mgtta.fast."""
+        from mgtta.fast import Fast
+        from mgtta.lowered import lower
+
+        lower(self.model)
+        self.fast = Fast(low_memory)
+
+    @property
+    def precision(self) -> str:
+        return "fp32" if self.fast is None else "bf16"
+
+    @property
+    def updates(self) -> int:
+        self._settle()
+        return self._updates
+
+    @updates.setter
+    def updates(self, value: int) -> None:
+        self._settle()
+        self._updates = value
+
+    @property
+    def skipped(self) -> int:
+        self._settle()
+        return self._skipped
+
+    @skipped.setter
+    def skipped(self, value: int) -> None:
+        self._settle()
+        self._skipped = value
+
+    def _settle(self) -> None:
+        """Count what the fast path has done since it was last asked."""
+        if self.fast is not None:
+            made, left_out = self.fast.settle(self._updates)
+            self._updates += made
+            self._skipped += left_out
+
     @in_turn
     def forward(self, x: Tensor) -> Tensor:
         """The logits (N, C) of x from before its update, detached; then the update."""
@@ -126,19 +175,49 @@ class Method(nn.Module):
             with torch.no_grad():
                 return self.predict(x)
         began = time.perf_counter()
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False):
             if isinstance(x, Tensor) and x.is_inference():
                 x = x.clone()
-            logits = self.adapt(x).detach()
+            learns = self.schedule is None or self.schedule.due
+            with torch.set_grad_enabled(learns):
+                logits, about = self._taken(x, learns)
+            if self.schedule is not None and about is not None:
+                self.schedule.note(about, learns)
         if logits.is_cuda and self.max_seconds is not None:
             torch.cuda.synchronize(logits.device)
         took = time.perf_counter() - began
         self.seconds += took if self.max_seconds is None else self.ranks.most(took)  # all stop at the same batch
         return logits
 
+    def _taken(self, x: Tensor, learns: bool) -> tuple[Tensor, Tensor | None]:
+        """The logits of x, learned from or not; and a summary for a schedule, where there is one."""
+        if self.fast is not None:
+            return self.fast.adapt(self, x) if learns else self.fast.predict(self, x)
+        run = self.adapt if learns else self.predict
+        if self.schedule is None:
+            return run(x).detach(), None
+        with FirstPass(self.model.net, self.model._taps) as first:
+            logits = run(x).detach()
+        return logits, summary(logits, self.model.in_order(first.found))
+
     def predict(self, x: Tensor) -> Tensor:
         """The logits of x as the method stands, without adapting."""
-        return self.model(x)
+        return self.model(x) if self.fast is None else self.fast.predict(self, x)[0]
+
+    @in_turn
+    @torch.inference_mode(False)
+    def warm_up(self, x: Tensor) -> None:
+        """Make ready for batches of x's shape now, not when they have come for a while; it leaves no trace.
+
+        On the fast path and a GPU it compiles for a minute or so; elsewhere there is nothing to do.
+        """
+        if self.fast is not None:
+            self._remember_start()
+            before = self.state_dict()
+            self.fast.predict(self, x, now=True)
+            with torch.enable_grad():
+                self.fast.adapt(self, x, now=True)
+            self._load(before)
 
     def adapt(self, x: Tensor) -> Tensor:
         """The logits of x, after which the method has learned from x."""
@@ -185,6 +264,7 @@ class Method(nn.Module):
                 "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
                 "counters": {"updates": self.updates, "skipped": self.skipped, "seconds": self.seconds},
                 "extra": self.get_extra_state(),
+                **({} if self.schedule is None else {"schedule": self.schedule.state()}),
             }
         )
 
@@ -207,6 +287,7 @@ class Method(nn.Module):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _load(self, state: dict[str, Any]) -> None:
+        self._settle()
         if {n: p.shape for n, p in state["params"].items()} != {n: p.shape for n, p in self.adapted.items()}:
             raise ValueError("its parameters have other names or shapes")
         if not all(p.isfinite().all() for p in state["params"].values()):
@@ -227,15 +308,26 @@ class Method(nn.Module):
         for name in ("updates", "skipped", "seconds"):
             setattr(self, name, state["counters"][name])
         self.set_extra_state(copy.deepcopy(state["extra"]))
+        if self.schedule is not None:
+            self.schedule.load(copy.deepcopy(state["schedule"]))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Method":
         """Where the parameters go, `to` a device or dtype, the optimizer's moments and memory go along."""
+        if self.fast is not None:
+            if fn(torch.empty(0)).dtype != torch.float32:
+                raise TypeError("precision='bf16' has its own dtypes: create(..., precision='fp32') takes others")
+            self._settle()
+            self.fast.forget()
         super()._apply(fn, recurse)
         for moments in self.optimizer.state.values() if self.optimizer is not None else ():
             for name, value in moments.items():
                 if isinstance(value, Tensor) and value.ndim:
                     moments[name] = fn(value)
         return self
+
+    def __getstate__(self) -> Any:
+        self._settle()
+        return super().__getstate__()
 
     def _own_buffers(self) -> dict[str, Tensor]:
         return {name: b for name, b in self.named_buffers() if not name.startswith("model.")}
@@ -288,6 +380,10 @@ class GradientMethod(Method):
     def loss(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits (N, C) and the scalar to lower; None where there is nothing to learn from."""
         raise TypeError(f"{type(self).__name__} defines no loss")
+
+    def criterion(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
+        """The same scalar from logits and features, where the step is static: what the fast path lowers."""
+        raise TypeError(f"{type(self).__name__} defines no criterion")
 
     def learned(self, logits: Tensor) -> None:
         """Called after an update, with the logits from before it: for averages that a method keeps."""

@@ -4,6 +4,7 @@ With SGD or Adam in the optimizer's place it is the paper's ablation "w/o MGG".
 """
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from mgtta.source import SourceStatistics
 class MGTTA(GradientMethod):
     needs = ("gradients", "source statistics")
     shares_batches = True
+    static_step = True
 
     def __init__(
         self,
@@ -33,5 +35,8 @@ class MGTTA(GradientMethod):
 
     def loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits, features = self.model.features(x)
+        return logits, self.criterion(logits, features)
+
+    def criterion(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
         source = self.source = self.source.to(logits)
-        return logits, objective(logits, features, source.mean, source.std, self.trade_off, self.ranks)
+        return objective(logits, features, source.mean, source.std, self.trade_off, self.ranks)

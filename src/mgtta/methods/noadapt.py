@@ -5,3 +5,4 @@ from mgtta.methods.base import Method
 
 class NoAdapt(Method):
     shares_batches = True
+    static_step = True

@@ -1,5 +1,7 @@
 """TENT: lower the entropy of the predictions through the norm layers (Wang et al., ICLR 2021)."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from mgtta.losses import entropy
@@ -10,6 +12,7 @@ from mgtta.params import norm_parameters
 
 class Tent(GradientMethod):
     shares_batches = True
+    static_step = True
 
     def __init__(self, model: Classifier, optimizer: OptimizerFactory):
         super().__init__(model, norm_parameters, optimizer)
@@ -17,3 +20,6 @@ class Tent(GradientMethod):
     def loss(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = self.model(x)
         return logits, self.ranks.mean(entropy(logits))
+
+    def criterion(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
+        return entropy(logits).mean()

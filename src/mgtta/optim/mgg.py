@@ -19,7 +19,7 @@ PER_COORDINATE = ("exp_avg", "exp_avg_sq", "memory")  # of a parameter's state
 
 
 def generator_inputs(
-    grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, betas: tuple[float, float], eps: float
+    grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int | Tensor, betas: tuple[float, float], eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """z = (m_hat, g) / (sqrt(v_hat) + eps), and the new moments; all of (n,), z of (n, 2).
 

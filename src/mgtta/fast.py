@@ -1,0 +1,267 @@
+"""The fast path: the frozen network in bfloat16, all that adapts in float32, and the whole step as one CUDA graph.
+
+Nearly all weights of an adapting network are frozen. They are rounded to bfloat16 once and get no gradients; nothing is
+kept for them. Norm layers compute in float32, and so do logits, the statistics of features and the optimizer with its
+moments and memory: small updates are not rounded away.
+
+On a GPU the network, the loss and the optimizer's step are compiled, and the whole of a step (images in, forward, loss,
+backward, update, or none where something is not finite) is captured as a CUDA graph, one for each shape of batch, and
+replayed. Both take their time, so a shape is run as it is until it has come `PATIENCE` times, or `warm_up` asks for it.
+Reset and load copy into the tensors that a graph holds, so that it stays.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mgtta.lowered import Hooked
+from mgtta.optim.flat import RULES, FlatStep
+from mgtta.schedule import summary
+from mgtta.vit import ViT
+
+PATIENCE = 32  # batches of a shape before it is compiled
+KEPT = 4  # graphs, the latest ones
+RECOMPILES = 512  # that dynamo allows: all methods of a process share what is compiled
+ATTENTION = [  # the first that can
+    SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
+]  # fmt: skip
+
+
+def takes(method: Any, precision: str) -> bool:
+    """Whether the method, as it stands, is to take the fast path: with "bf16" it must, with "auto" it may."""
+    reason = why_not(method)
+    if precision == "bf16":
+        if reason is not None:
+            raise ValueError(f"precision='bf16' is not for {method.name}: {reason}; take precision='fp32'")
+        return True
+    known = reason is None and method.max_seconds is None and ViT.fits(method.model)
+    return known and next(method.model.parameters()).is_cuda and torch.cuda.is_bf16_supported()
+
+
+def why_not(method: Any) -> str | None:
+    """What keeps a method from the fast path; None where nothing does."""
+    if not vars(type(method)).get("static_step"):
+        return "what it does hangs on values of the batch, not on its shape alone"
+    if method.optimizer is not None and type(method.optimizer) not in RULES:
+        return f"its optimizer is {type(method.optimizer).__name__}"
+    if next(method.model.parameters()).dtype != torch.float32:
+        return "its model is not float32"
+    return "ranks share its batches" if method.ranks.size > 1 else None
+
+
+class Fast:
+    """How a method takes its steps. It holds nothing that belongs to the method's state; a copy begins afresh.
+
+    Args:
+        low_memory: keep few activations, and compute the others again on the way back.
+    """
+
+    def __init__(self, low_memory: bool = False):
+        self.low_memory, self.compiles = low_memory, True
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin afresh, after the method's tensors have moved elsewhere."""
+        self.device: torch.device | None = None
+        self.network: ViT | Hooked | None = None
+        self.flat: FlatStep | None = None
+        self.seen: Counter[Any] = Counter()
+        self.graphs: dict[Any, _Captured] = {}
+        self.pool: Any = None
+        self.pending, self.known = False, -1  # the updates that `flat` knows of
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Fast":
+        return memo.setdefault(id(self), Fast(self.low_memory))
+
+    def __reduce__(self) -> tuple[type["Fast"], tuple[bool]]:
+        return Fast, (self.low_memory,)
+
+    @property
+    def graph_bytes(self) -> int:
+        """What the graphs take of the GPU's memory, which torch does not count as allocated."""
+        return max((captured.bytes for captured in self.graphs.values()), default=0)
+
+    @property
+    def graphs_hold(self) -> int:
+        """What the graphs have reserved for good, gaps between tensors included."""
+        return sum(captured.held for captured in self.graphs.values())
+
+    def adapt(self, method: Any, x: Tensor, now: bool = False) -> tuple[Tensor, Tensor]:
+        """The logits of x, after which the method has learned from x; and a summary for a schedule.
+
+        Args:
+            now: compile and capture at once, however rare the shape.
+        """
+        if method.optimizer is None:
+            return self.predict(method, x, now)
+        method.model.check(x)
+        if self.flat is None:
+            self._lay_out(method, x)
+        assert self.flat is not None
+        self.flat.take_in()
+        if method._updates != self.known:  # a reset, a load or a guard has set it
+            self.known = method._updates
+            self.flat.age.fill_(self.known)
+        self.pending = True
+        return self._run(self._adapt, method, x, now)
+
+    def predict(self, method: Any, x: Tensor, now: bool = False) -> tuple[Tensor, Tensor]:
+        """The logits of x as the method stands, and a summary for a schedule."""
+        method.model.check(x)
+        with torch.inference_mode(False), torch.no_grad():
+            return self._run(self._predict, method, x, now)
+
+    def settle(self, updates: int) -> tuple[int, int]:
+        """Updates and skipped batches since the last call, before which there were `updates`; waits for the device."""
+        if not self.pending or self.flat is None:
+            return 0, 0
+        self.pending = False
+        made, left_out = self.flat.settle()
+        self.known = updates + made
+        return made, left_out
+
+    def _lay_out(self, method: Any, x: Tensor) -> None:
+        """Find the parameters that get gradients, once, and lay them out as one vector."""
+        adapted = list(method.adapted.values())
+        loss = method.criterion(*self._net(method)(x[:2], _as_it_is))
+        grads = torch.autograd.grad(loss, adapted, allow_unused=True)
+        learned = [p for p, g in zip(adapted, grads, strict=True) if g is not None]
+        self.flat = FlatStep(method.optimizer, learned, method.decay)
+
+    def _device(self, method: Any) -> torch.device:
+        if self.device is None:
+            self.device = next(method.model.parameters()).device
+        return self.device
+
+    def _net(self, method: Any) -> "ViT | Hooked":
+        if self.network is None:
+            self.network = (ViT if ViT.fits(method.model) else Hooked)(method.model, self.low_memory)
+        return self.network
+
+    def _adapt(self, method: Any, x: Tensor, how: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+        assert self.flat is not None
+        logits, features = self._net(method)(x, how)
+        loss, about = how(_criterion)(method, logits, features)
+        how(_step)(self.flat, torch.autograd.grad(loss, self.flat.params), logits, loss)
+        return logits.detach(), about
+
+    def _predict(self, method: Any, x: Tensor, how: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+        logits, features = self._net(method)(x, how)
+        return logits, how(summary)(logits, features)
+
+    def _run(self, run: Callable[..., Any], method: Any, x: Tensor, now: bool) -> tuple[Tensor, Tensor]:
+        key, device = (run.__name__, x.shape, x.dtype), self._device(method)
+        if key not in self.graphs:
+            self.seen[key] += 1
+            if device.type != "cuda" or not (now or self.seen[key] > PATIENCE):
+                with _attention(device):
+                    return run(method, x, _as_it_is)
+            while len(self.graphs) >= KEPT:
+                del self.graphs[next(iter(self.graphs))]
+            self.graphs[key] = self._captured(run, method, x.to(device, copy=True))
+        self.graphs[key] = captured = self.graphs.pop(key)  # the latest
+        return captured(x)
+
+    def _captured(self, run: Callable[..., Any], method: Any, x: Tensor) -> "_Captured":
+        changed = [] if self.flat is None else self.flat.tensors
+        before = [t.clone() for t in changed]
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        try:
+            if self.compiles:
+                try:
+                    return _Captured(partial(run, method, x, _compiled), x, self.pool)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:  # a compiler fails in any way; without it all works, only slower
+                    self.compiles = False
+                    warnings.warn(
+                        f"torch.compile does not manage {method.model.name} ({type(error).__name__}: {error}): the "
+                        "fast path goes on without it",
+                        stacklevel=2,
+                    )
+            return _Captured(partial(run, method, x, _as_it_is), x, self.pool)
+        finally:
+            with torch.no_grad():
+                for t, value in zip(changed, before, strict=True):
+                    t.copy_(value)
+
+
+class _Captured:
+    """A CUDA graph of what `run` does with the images in `x`, and where it leaves what it gives.
+
+    Attributes:
+        bytes: that `run` takes of the GPU's memory at most, as torch counts what is allocated.
+        held: by which the graphs' common pool has grown for it, gaps between tensors included.
+    """
+
+    def __init__(self, run: Callable[[], Any], x: Tensor, pool: Any):
+        self.x, self.graph = x, torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(x.device)
+        stream.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(stream), _compiling(x.device):
+            for _ in range(3):
+                run()
+        torch.cuda.current_stream(x.device).wait_stream(stream)
+        torch.cuda.synchronize(x.device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(x.device)
+        before, held = torch.cuda.memory_allocated(x.device), torch.cuda.memory_reserved(x.device)
+        with (
+            _compiling(x.device),
+            torch.cuda.device(x.device),
+            torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
+        ):
+            self.logits, self.about = run()
+        self.bytes = torch.cuda.max_memory_allocated(x.device) - before
+        self.held = torch.cuda.memory_reserved(x.device) - held
+        torch.cuda.reset_peak_memory_stats(x.device)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.x.copy_(x, non_blocking=True)
+        self.graph.replay()
+        return self.logits.clone(), self.about.clone()
+
+
+# --- what is compiled, beside the network
+
+
+def _criterion(method: Any, logits: Tensor, features: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return method.criterion(logits, features), summary(logits, features)
+
+
+def _step(flat: FlatStep, grads: tuple[Tensor, ...], logits: Tensor, loss: Tensor) -> None:
+    flat.step(grads, logits.detach().isfinite().all() & loss.detach().isfinite())
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+_COMPILED: dict[Callable[..., Any], Callable[..., Any]] = {}  # shared, so that two methods of a kind compile once
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    if function not in _COMPILED:
+        _COMPILED[function] = torch.compile(function, dynamic=False)
+    return _COMPILED[function]
+
+
+def _compiling(device: torch.device) -> ExitStack:
+    stack = ExitStack()
+    stack.enter_context(warnings.catch_warnings())
+    warnings.simplefilter("ignore")  # torch's, about itself
+    limits = {"recompile_limit": RECOMPILES, "accumulated_recompile_limit": RECOMPILES}
+    stack.enter_context(torch._dynamo.config.patch(limits))
+    stack.enter_context(_attention(device))
+    return stack
+
+
+def _attention(device: torch.device) -> Any:
+    return sdpa_kernel(ATTENTION, set_priority=True) if device.type == "cuda" else ExitStack()

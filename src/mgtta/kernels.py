@@ -1,0 +1,109 @@
+"""Ways back that a compiler does not find: LayerNorm's in one pass over the rows, and that of queries, keys and values.
+
+LayerNorm's is a kernel (Triton, for a GPU) with a plain twin.
+
+Notation    y = z w + b, z the normalised input, s = 1 / std of each row, g = dL/dy
+            dL/dx = s (g w - mean(g w) - z mean(g w z)), dL/dw = sum of g z over rows, dL/db = sum of g
+Shapes      N images, L tokens, d features
+"""
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch for the CPU comes without it
+    triton = None
+
+
+@torch.library.custom_op("mgtta::qkv_backward", mutates_args=())
+def qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of h (N, L, d), where queries, keys and values (N, heads, L, size) are those of h W^T + b.
+
+    Three products that add up in place, so that the gradients need not be laid side by side first.
+    """
+    n, heads, length, size = dq.shape
+    rows = [g.transpose(1, 2).reshape(n * length, heads * size) for g in (dq, dk, dv)]
+    parts = weight.split(heads * size)
+    found = rows[0] @ parts[0]
+    for grad, part in zip(rows[1:], parts[1:], strict=True):
+        found.addmm_(grad, part)
+    return found.view(n, length, -1)
+
+
+@qkv_backward.register_fake
+def _(dq: Tensor, dk: Tensor, dv: Tensor, weight: Tensor) -> Tensor:
+    return dq.new_empty(dq.shape[0], dq.shape[2], weight.shape[1])
+
+
+PROGRAMS = 912  # each takes its share of the rows; an H200 has room for all at once
+
+
+def norm_backward(
+    grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor, tap: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, weight and bias.
+
+    Args:
+        grad: of y, (N, L, d), in which `through` and the gradient of x are, too.
+        z: (N, L, d), in any dtype; scale: (N, L, 1).
+        through: what else reaches x, past the layer, (N, L, d).
+        tap: what else reaches the y of the first token, (N, d), float32.
+    """
+    if grad.is_cuda and triton is not None:
+        dx, sums = _in_one_pass(grad.contiguous(), z, scale, weight, through.contiguous(), tap.contiguous())
+        dw, db = sums.sum(0)
+        return dx, dw, db
+    return plain_norm_backward(grad, z, scale, weight, through, tap)
+
+
+def plain_norm_backward(
+    grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor, tap: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, as the formulas have it."""
+    g, z = grad.float(), z.float()
+    g = torch.cat([g[:, :1] + tap.unsqueeze(1), g[:, 1:]], 1)
+    gw = g * weight
+    dx = scale * (gw - gw.mean(-1, keepdim=True) - z * (gw * z).mean(-1, keepdim=True))
+    return (dx + through.float()).to(through.dtype), (g * z).sum((0, 1)), g.sum((0, 1))
+
+
+if triton is not None:
+
+    @triton.jit
+    def _kernel(grad, z, scale, weight, through, tap, dx, sums, rows, length, d: tl.constexpr, BLOCK: tl.constexpr):
+        program = tl.program_id(0)
+        columns = tl.arange(0, BLOCK)
+        inside = columns < d
+        w = tl.load(weight + columns, mask=inside, other=0.0)
+        dw = tl.zeros((BLOCK,), dtype=tl.float32)
+        db = tl.zeros((BLOCK,), dtype=tl.float32)
+        for row in range(program, rows, tl.num_programs(0)):
+            at = row * d + columns
+            g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+            x = tl.load(z + at, mask=inside, other=0.0).to(tl.float32)
+            r = tl.load(through + at, mask=inside, other=0.0).to(tl.float32)  # all is on its way before any sum
+            s = tl.load(scale + row)
+            if row % length == 0:
+                g += tl.load(tap + (row // length) * d + columns, mask=inside, other=0.0)
+            dw += g * x
+            db += g
+            gw = g * w
+            out = r + s * (gw - tl.sum(gw, 0) / d - x * (tl.sum(gw * x, 0) / d))
+            tl.store(dx + at, out.to(dx.dtype.element_ty), mask=inside)
+        tl.store(sums + program * 2 * d + columns, dw, mask=inside)
+        tl.store(sums + program * 2 * d + d + columns, db, mask=inside)
+
+    @torch.library.triton_op("mgtta::norm_backward", mutates_args={})
+    def _in_one_pass(
+        grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor, tap: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        n, length, d = grad.shape
+        programs = min(PROGRAMS, n * length)
+        dx, sums = torch.empty_like(through), grad.new_empty((programs, 2, d), dtype=torch.float32)
+        torch.library.wrap_triton(_kernel)[(programs,)](
+            grad, z, scale, weight, through, tap, dx, sums, n * length, length,
+            d=d, BLOCK=triton.next_power_of_2(d), num_warps=4,
+        )  # fmt: skip
+        return dx, sums

@@ -1,0 +1,74 @@
+"""Where the time of a run goes: seconds by part, as long as somebody asks."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+PARTS = ("loading", "moving", "corrupting", "predicting", "adapting", "optimizer", "other")
+
+_asked: list[dict[str, float]] = []
+
+
+@contextmanager
+def profiled() -> Iterator[dict[str, float]]:
+    """Seconds by part of what happens within the block, in the end; "other" is what no part has claimed."""
+    found = dict.fromkeys(PARTS, 0.0)
+    began = _now()
+    _asked.append(found)
+    try:
+        yield found
+    finally:
+        _asked.remove(found)
+        found["other"] = _now() - began - sum(found.values())
+
+
+@contextmanager
+def part(name: str) -> Iterator[None]:
+    """What happens within the block counts as this part, where somebody asks."""
+    if not _asked:
+        yield
+        return
+    began = _now()
+    try:
+        yield
+    finally:
+        add(name, _now() - began)
+
+
+def add(name: str, seconds: float) -> None:
+    for found in _asked:
+        found[name] += seconds
+
+
+@contextmanager
+def optimizer_apart(optimizer: Any) -> Iterator[None]:
+    """Steps of a torch optimizer count as "optimizer", no longer as "adapting"."""
+    began = 0.0
+
+    def before(*_: Any) -> None:
+        nonlocal began
+        began = _now()
+
+    def after(*_: Any) -> None:
+        took = _now() - began
+        add("optimizer", took)
+        add("adapting", -took)
+
+    if not _asked or optimizer is None:
+        yield
+        return
+    handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

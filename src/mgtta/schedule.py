@@ -1,0 +1,105 @@
+"""When a method learns: at once after a shift, then ever more rarely, as long as the stream stays what it is.
+
+A step of adaptation costs twice a forward pass, and most of what is to be learned of a new domain is learned from its
+first batches. So a method that follows a schedule learns from the first `BURST` batches after a start or a shift. Then
+it rests for `REST` batches, learns from one, rests for twice as many, and so on: the rest doubles unless the last one
+shows that learning has made the predictions surer. While it rests, the forward pass gives all that is needed to notice
+a shift: the means of each layer's features, which leave the range that they have moved in so far.
+
+Notation    s  means of the features of a batch, all layers one after another, (D,)
+            c, v  mean of s, and mean squared distance from it, over the batches of the domain
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mgtta.losses import entropy
+
+SCHEDULES = ("always", "auto")
+BURST = 4  # batches learned from after a start or a shift
+REST = 4  # batches of the first rest
+SHIFT = 2.5  # |s - c|^2 / v from which on a batch belongs to another domain, where v is well known
+FEW = 3.0  # batches after which v is known to a factor of 2
+GAIN = 0.05  # part of the entropy by which a rest must fall short of the one before, to be worth another like it
+MEMORY = 16  # batches that c and v look back on
+
+
+@torch.no_grad()
+def summary(logits: Tensor, features: Sequence[Tensor]) -> Tensor:
+    """What a schedule goes by: the means over the batch of each layer's features, s; and of the entropy, (D + 1,)."""
+    return torch.cat([*(f.detach().mean(0) for f in features), entropy(logits.detach()).mean().unsqueeze(0)])
+
+
+@dataclass
+class Schedule:
+    """What is known of the domain at hand; all of it is saved and reset with the method."""
+
+    learned: int = 0  # batches, since the shift
+    rest: int = field(default_factory=lambda: REST)  # batches without learning before the next with
+    left: int = 0  # of them
+    seen: int = 0  # batches in c
+    centre: Tensor | None = None  # c
+    spread: float = 0.0  # v
+    unsure: float = 0.0  # entropy of the predictions since the last learning: sum,
+    batches: int = 0  # number of batches,
+    before: float = 0.0  # and mean of the rest before
+    shifts: int = 0
+
+    @property
+    def due(self) -> bool:
+        """Whether to learn from the next batch."""
+        return self.left == 0
+
+    def note(self, summary: Tensor, learned: bool) -> None:
+        """Follow a batch: what `summary` says of it, and whether it was learned from. Waits for the device."""
+        found = summary.cpu()
+        means, unsure = found[:-1], float(found[-1])
+        distance = 0.0 if self.centre is None else float((means - self.centre).square().sum())
+        if not (math.isfinite(unsure) and math.isfinite(distance)):
+            return
+        if self.seen > 1 and distance > SHIFT * (1 + FEW / self.seen) * self.spread:
+            self._begin()
+        elif learned:
+            self.learned += 1
+            if self.learned >= BURST:
+                self._rest()
+        else:
+            self._follow(means, distance)
+            self.unsure, self.batches = self.unsure + unsure, self.batches + 1
+            self.left -= 1
+
+    def _begin(self) -> None:
+        """A shift: learn from the next batches."""
+        self.load(Schedule(shifts=self.shifts + 1).state())
+
+    def _rest(self) -> None:
+        if self.batches:
+            mean = self.unsure / self.batches
+            if mean > (1 - GAIN) * self.before:
+                self.rest *= 2
+            self.before = mean
+        self.unsure, self.batches, self.left = 0.0, 0, self.rest
+
+    def _follow(self, means: Tensor, distance: float) -> None:
+        """c and v with one more batch in them."""
+        self.seen = min(self.seen + 1, MEMORY)
+        if self.centre is None:
+            self.centre = means.clone()
+            return
+        self.centre = self.centre + (means - self.centre) / self.seen
+        weight = 1 / (self.seen - 1)
+        self.spread = (1 - weight) * self.spread + weight * distance * (self.seen - 1) / self.seen
+
+    def state(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load(self, state: dict[str, Any]) -> None:
+        if state.keys() != self.state().keys():
+            raise ValueError("its schedule has other entries")
+        for name, value in state.items():
+            setattr(self, name, value)

@@ -1,0 +1,250 @@
+"""timm's plain VisionTransformer, block by block, for the fast path: bfloat16 weights, float32 norm layers.
+
+The same function as the module's own, written so that little is computed and less is kept:
+
+- Of the last block only the class token is read, so only it passes through that block's MLP.
+- The way back needs of a norm layer its normalised input, which is kept as float8 (8 bits, of any size), and of GELU
+  its slope, kept in 256 steps. Both are rounded for the gradient alone, by 3 % and 0.3 % of a typical value.
+- One block is compiled for all.
+
+Shapes: N images, L tokens, d features, h hidden features of the MLP.
+"""
+
+import math
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mgtta._timm import timm
+from mgtta.kernels import norm_backward, qkv_backward
+from mgtta.lowered import How
+from mgtta.models import Classifier
+
+LOWEST, STEPS = -0.13, 202.0  # GELU's slope lies in [-0.129, 1.129]
+SMALL: torch.dtype | None = torch.float8_e4m3fn  # how normalised inputs are kept; None: all is kept as torch does
+
+
+class ViT:
+    """A plain ViT with a class token, in the fast path's way; `fits` says which.
+
+    Args:
+        recompute: keep a block's input alone, and compute the rest again on the way back.
+    """
+
+    def __init__(self, model: Classifier, recompute: bool):
+        self.model, self.recompute = model, recompute
+        self.net = cast(Any, model.net)
+        weight = self.net.head.weight
+        old = weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9)  # no 8-bit floats there
+        self.keep = None if old else SMALL
+
+    @staticmethod
+    def fits(model: Classifier) -> bool:
+        net, vit = model.net, timm.models.vision_transformer
+        if type(net) is not vit.VisionTransformer or not _plain_embedding(net):
+            return False
+        plain = net.global_pool == "token" and net.num_prefix_tokens == 1 and getattr(net, "attn_pool", None) is None
+        return plain and isinstance(net.head, nn.Linear) and _is_norm(net.norm) and all(map(_plain_block, net.blocks))
+
+    def __call__(self, x: Tensor, how: How) -> tuple[Tensor, list[Tensor]]:
+        """The logits, and the features of each layer: the class token after each block's first norm but the first's."""
+        patch = self.net.patch_embed
+        if tuple(x.shape[1:]) != (patch.proj.in_channels, *patch.img_size):
+            return self.model.features(x)  # which refuses them in the network's own words
+        *early, last = self.net.blocks
+        taps: list[Tensor] = []
+        if self.recompute and torch.is_grad_enabled():
+            x = how(_embed)(self.model, x)
+            for block in early:
+                x, tap = how(_block_again)(block, x, self.keep)
+                taps.append(tap)
+            h, x, tap = how(_norm)(last.norm1, x, self.keep)
+            taps = [*taps[1:], tap] if early else []
+        else:
+            h, x = how(_begin)(self.model, early[0] if early else last, x, self.keep)
+            for block, following in pairwise(self.net.blocks):
+                h, x, tap = how(_block)(block, following, h, x, self.keep)
+                taps.append(tap)
+        logits, tap = how(_end)(self.net, last, h, x, self.model.classes, self.keep)
+        return logits, [*taps, tap]
+
+
+def _plain_embedding(net: Any) -> bool:
+    patch = net.patch_embed
+    if type(patch) is not timm.layers.PatchEmbed or type(patch.proj) is not nn.Conv2d:
+        return False
+    proj, identities = patch.proj, (patch.norm, net.norm_pre, net.patch_drop, net.fc_norm)
+    return (
+        (patch.flatten, patch.strict_img_size, net.dynamic_img_size) == (True, True, False)
+        and patch.img_size is not None
+        and proj.kernel_size == proj.stride
+        and (proj.padding, proj.dilation, proj.groups) == ((0, 0), (1, 1), 1)
+        and all(isinstance(module, nn.Identity) for module in identities)
+    )
+
+
+def _plain_block(block: Any) -> bool:
+    vit = timm.models.vision_transformer
+    if type(block) is not vit.Block or type(block.attn) is not vit.Attention or type(block.mlp) is not timm.layers.Mlp:
+        return False
+    attn, mlp = block.attn, block.mlp
+    return (
+        _is_norm(block.norm1)
+        and _is_norm(block.norm2)
+        and all(isinstance(m, nn.Identity) for m in (attn.q_norm, attn.k_norm, getattr(attn, "norm", None), mlp.norm))
+        and getattr(attn, "gate", None) is None
+        and isinstance(mlp.fc1, nn.Linear)
+        and isinstance(mlp.act, nn.GELU)
+        and mlp.act.approximate == "none"
+    )
+
+
+def _is_norm(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) == 1 and layer.bias is not None
+
+
+# --- the parts, each compiled by itself
+
+
+def _embed(model: Classifier, x: Tensor) -> Tensor:
+    """The tokens (N, L, d), as the first block takes them."""
+    x, net = model._prepare(x).to(torch.bfloat16), cast(Any, model.net)
+    proj = net.patch_embed.proj
+    n, channels, height, width = x.shape
+    a, b = proj.kernel_size
+    x = x.view(n, channels, height // a, a, width // b, b).permute(0, 2, 4, 1, 3, 5).reshape(n, -1, channels * a * b)
+    return net._pos_embed(F.linear(x, proj.weight.flatten(1), proj.bias))
+
+
+def _begin(model: Classifier, block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """The first block's normed tokens and its tokens, both (N, L, d)."""
+    return _norm(block.norm1, _embed(model, x), keep)[:2]
+
+
+def _block(block: Any, following: Any, h: Tensor, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
+    """From a block's normed tokens and its tokens to the following one's, and to the latter's tap (N, d)."""
+    return _norm(following.norm1, _through(block, h, x, keep), keep)
+
+
+def _block_again(block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """From a block's tokens to the following one's, and its own tap; all but x is computed again on the way back."""
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        h, x, tap = _norm(block.norm1, x, keep)
+        return _through(block, h, x, keep), tap
+
+    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+
+
+def _through(block: Any, h: Tensor, x: Tensor, keep: torch.dtype | None) -> Tensor:
+    attn, (n, length, _) = block.attn, x.shape
+    q, k, v = _QKV.apply(h, attn.qkv.weight, attn.qkv.bias, attn.num_heads)
+    a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, length, -1)
+    return _mlp(block, x + block.ls1(attn.proj(a)), keep)
+
+
+def _end(
+    net: Any, block: Any, h: Tensor, x: Tensor, classes: Tensor | None, keep: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """The last block, for the class token alone, and the head: logits (N, C) and the final norm's tap (N, d)."""
+    attn, (n, length, _) = block.attn, x.shape
+    weight, bias = attn.qkv.weight, attn.qkv.bias
+    size = len(weight) // 3
+    q = F.linear(h[:, :1], weight[:size], None if bias is None else bias[:size])
+    kv = F.linear(h, weight[size:], None if bias is None else bias[size:])
+    q = q.view(n, 1, attn.num_heads, -1).transpose(1, 2)
+    k, v = kv.view(n, length, 2, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
+    a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, 1, -1)
+    x = _mlp(block, x[:, :1] + block.ls1(attn.proj(a)), keep)
+    h, _, tap = _norm(net.norm, x, keep)
+    logits = net.head(h[:, 0]).float()
+    return logits if classes is None else logits[:, classes], tap
+
+
+def _mlp(block: Any, x: Tensor, keep: torch.dtype | None) -> Tensor:
+    h, x, _ = _norm(block.norm2, x, keep)
+    return x + block.ls2(block.mlp.fc2(_gelu(block.mlp.fc1(h), keep)))
+
+
+# --- what is kept for the way back
+
+
+def _norm(layer: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
+    """LayerNorm of x in float32, rounded to x's dtype; x itself; and the first token of the former, not rounded."""
+    if keep is None or not torch.is_grad_enabled():
+        h = F.layer_norm(x.float(), layer.normalized_shape, layer.weight, layer.bias, layer.eps)
+        return h.to(x.dtype), x, h[:, 0]
+    return _Norm.apply(x, layer.weight, layer.bias, layer.eps, keep)
+
+
+class _Norm(torch.autograd.Function):
+    """LayerNorm that keeps its normalised input in a few bits. x goes through it, so that all of its gradient is
+    found in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dtype) -> Any:
+        centred = x.float() - x.float().mean(-1, keepdim=True)
+        scale = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+        z = centred * scale
+        ctx.save_for_backward(z.to(keep), scale, weight)
+        h = z * weight + bias
+        return h.to(x.dtype), x.view_as(x), h[:, 0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        z, scale, weight = ctx.saved_tensors
+        grad, through, tap = grads
+        return *norm_backward(grad, z, scale, weight, through, tap), None, None
+
+
+class _QKV(torch.autograd.Function):
+    """Queries, keys and values (N, heads, L, size) of h, from one frozen layer."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, heads: int) -> Any:
+        ctx.save_for_backward(weight)
+        n, length, _ = h.shape
+        return F.linear(h, weight, bias).view(n, length, 3, heads, -1).permute(2, 0, 3, 1, 4).unbind()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return qkv_backward(*grads, *ctx.saved_tensors), None, None, None
+
+
+def _gelu(x: Tensor, keep: torch.dtype | None) -> Tensor:
+    if keep is None:
+        return F.gelu(x)
+    return _Gelu.apply(x) if torch.is_grad_enabled() else _gelu_and_slope(x)[0]
+
+
+class _Gelu(torch.autograd.Function):
+    """GELU that keeps its slope in 8 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y, slope = _gelu_and_slope(x)
+        ctx.save_for_backward((slope * STEPS + (0.5 - LOWEST * STEPS)).to(torch.uint8))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        [kept] = ctx.saved_tensors
+        return (grad.float() * (kept.float() / STEPS + LOWEST)).to(grad.dtype)
+
+
+def _gelu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x Phi(x) in x's dtype, and its derivative in float32, from one exponential.
+
+    Phi is the normal distribution, by Abramowitz and Stegun, 7.1.26, to 1.5e-7.
+    """
+    z = x.float()
+    density = torch.exp(-0.5 * z * z)
+    t = 1 / (1 + (0.3275911 / math.sqrt(2)) * z.abs())
+    series = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
+    beyond = 0.5 * series * density  # of |z|
+    below = torch.where(z < 0, beyond, 1 - beyond)
+    return (z * below).to(x.dtype), below + z * density / math.sqrt(2 * math.pi)

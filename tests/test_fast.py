@@ -1,0 +1,440 @@
+"""The fast path: close to float32, with the same contract; on a GPU compiled and captured."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from conftest import CLASSES, NETS, confident_vit, images, random_generator, vit
+
+import mgtta
+from mgtta import fast
+from mgtta import vit as plain
+from mgtta._timm import timm
+from mgtta.data.glyphs import Glyphs
+from mgtta.data.streams import corrupted, stream
+from mgtta.files import read_tree, write_tree
+from mgtta.losses import entropy
+from mgtta.methods.tent import Tent
+from mgtta.optim import optimizer_factory
+from mgtta.optim.flat import FlatStep
+
+NAMES = ("noadapt", "tent", "eq7_sgd", "eq7_adam", "mgtta", "mgtta_lstm")
+CPU = torch.device("cpu")
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # the compiler's own; ours is looked for by hand
+]
+
+
+def make(name, net=None, device="cpu", precision="bf16", **settings):
+    model = mgtta.load_model(net or confident_vit()).to(device)
+    if "mgtta" in name:
+        settings.setdefault("generator", random_generator(memory="lstm" if "lstm" in name else "gml"))
+    if name not in ("noadapt", "tent"):
+        settings["source"] = mgtta.source_statistics(model, images(16, seed=99))
+    return mgtta.create(name, model, precision=precision, **settings)
+
+
+def batches(n=4, size=8):
+    return [images(size, seed=t) for t in range(n)]
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("name", NAMES)
+def test_close_to_float32(name, net, low_memory):
+    exact, quick = (make(name, NETS[net](), precision=p, **more) for p, more in
+                    (("fp32", {}), ("bf16", {"low_memory": low_memory})))  # fmt: skip
+    assert (exact.precision, quick.precision) == ("fp32", "bf16")
+    for x in batches():
+        expected, found = exact(x), quick(x)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected, atol=0.03, rtol=0.03)
+    assert (quick.updates, quick.skipped) == (exact.updates, exact.skipped)
+    assert all(p.dtype == torch.float32 for p in quick.adapted.values())
+    assert quick.model.fingerprint() != exact.model.fingerprint()
+    assert quick.fingerprint == exact.fingerprint  # states and statistics are the source model's
+
+
+@pytest.mark.parametrize("name", ["glyphs_vit", "glyphs_plain"])
+def test_on_characters_it_predicts_what_float32_does(name):
+    model, source = mgtta.load_model(name), mgtta.load_source(name)
+    found = []
+    for precision in ("fp32", "bf16"):
+        method = mgtta.create("mgtta", model, source=source, lr=5e-3, precision=precision)
+        found.append([method(b.x) for b in stream(corrupted(Glyphs(96), ["fog"]), batch_size=32)])
+    agree = torch.cat([a.argmax(1) == b.argmax(1) for a, b in zip(*found, strict=True)])
+    assert agree.float().mean() > 0.95
+
+
+def test_who_may_take_it(model, source):
+    assert mgtta.create("tent", model).precision == "fp32"
+    assert mgtta.create("tent", model, precision="auto").precision == "fp32"  # there is no GPU
+
+    class Other(Tent):
+        """Inherits a static step, and may do anything."""
+
+    with pytest.raises(ValueError, match="values of the batch"):
+        fast.takes(Other(model, optimizer_factory("sgd", 0.1)), "bf16")
+    for name, message in (("sar", "values of the batch"), ("cotta", "values"), ("lame", "values")):
+        with pytest.raises(ValueError, match=message):
+            mgtta.create(name, model, precision="bf16")
+    with pytest.raises(ValueError, match="not float32"):
+        mgtta.create("tent", copy.deepcopy(model).double(), precision="bf16")
+    with pytest.raises(ValueError, match=r"unknown precision 'fp16'; valid: auto, bf16, fp32"):
+        mgtta.create("tent", model, precision="fp16")
+    with pytest.raises(ValueError, match="low_memory belongs to the fast path"):
+        mgtta.create("tent", model, low_memory=True)
+    with pytest.raises(TypeError, match="precision='fp32'"):
+        mgtta.create("tent", model, precision="bf16").double()
+
+
+# --- the contract
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reset_and_resume_are_bit_exact(name, tmp_path):
+    method, xs = make(name), batches(6)
+    start = copy.deepcopy(method.model.state_dict())
+    straight = [method(x) for x in xs]
+    method.reset()
+    assert method.updates == method.skipped == 0
+    assert all(torch.equal(t, start[key]) for key, t in method.model.state_dict().items())
+    assert all(torch.equal(a, method(x)) for a, x in zip(straight[:3], xs[:3], strict=True))
+    write_tree(tmp_path / "state", method.state_dict(), {})
+    other = make(name)
+    other(images(8, seed=77))  # somewhere else entirely
+    other.load_state_dict(read_tree(tmp_path / "state")[0])
+    assert other.updates == method.updates
+    assert all(torch.equal(a, other(x)) for a, x in zip(straight[3:], xs[3:], strict=True))
+    for twin in (copy.deepcopy(method), pickle.loads(pickle.dumps(method))):
+        assert twin.updates == method.updates
+        assert torch.equal(twin(xs[3]), straight[3])
+    assert torch.equal(method(xs[3]), straight[3])  # which its copies have left alone
+
+
+@pytest.mark.parametrize("name", ["tent", "eq7_adam", "mgtta"])
+def test_states_go_from_one_precision_to_the_other(name):
+    exact, quick = make(name, precision="fp32"), make(name)
+    for x in batches(3):
+        exact(x)
+    quick.load_state_dict(exact.state_dict())
+    x = images(8, seed=50)
+    torch.testing.assert_close(quick(x), exact(x), atol=0.1, rtol=0.05)
+    exact.load_state_dict(quick.state_dict())
+    assert exact.updates == quick.updates == 4
+    states = [m.optimizer.state_dict()["state"].get(0, {}) for m in (exact, quick)]
+    assert states[0].keys() == states[1].keys()
+
+
+@pytest.mark.parametrize("name", ["tent", "mgtta"])
+def test_a_bad_batch_is_predicted_skipped_and_counted(name):
+    method = make(name)
+    method(images(8))
+    before = method.state_dict()
+    x = images(8, seed=1)
+    x[1, 0, 5, 5] = float("nan")
+    assert method(x).shape == (8, CLASSES)
+    assert (method.updates, method.skipped) == (1, 1)
+    after = method.state_dict()
+    assert all(torch.equal(t, before["params"][key]) for key, t in after["params"].items())
+    for p, moments in before["optimizer"]["state"].items():
+        assert all(torch.equal(t, after["optimizer"]["state"][p][key]) for key, t in moments.items())
+    assert method(images(8, seed=2)).isfinite().all()
+    assert (method.updates, method.skipped) == (2, 1)
+
+
+def test_budgets_guards_and_images_that_do_not_fit():
+    method = make("mgtta", max_updates=2)
+    for x in batches(4):
+        method(x)
+    assert method.updates == 2
+    guarded = make("mgtta", guard=True)
+    for x in batches(3):
+        assert guarded(x).isfinite().all()
+    state = guarded.state_dict()
+    expected = guarded(images(8, seed=9))
+    guarded.load_state_dict(state)
+    assert torch.equal(guarded(images(8, seed=9)), expected)
+    for bad in (torch.rand(0, 3, 32, 32), torch.rand(2, 5, 32, 32), torch.rand(2, 3, 40, 40)):
+        with pytest.raises(ValueError):
+            method(bad)
+        method.reset()
+        with pytest.raises(ValueError):
+            method(bad)
+    assert method.updates == 0
+
+
+def test_a_changed_learning_rate_counts():
+    method = make("eq7_sgd", lr=0.0)
+    start = method.state_dict()["params"]
+    method(images(8))
+    assert all(torch.equal(t, start[key]) for key, t in method.state_dict()["params"].items())
+    method.optimizer.param_groups[0]["lr"] = 0.1
+    method(images(8))
+    assert not all(torch.equal(t, start[key]) for key, t in method.state_dict()["params"].items())
+
+
+@pytest.mark.parametrize("name", ["tent", "mgtta"])
+def test_a_falling_rate_falls_by_updates_on_the_device(name):
+    """A reset, a skipped batch and a load count as they do in float32."""
+    exact, quick = make(name, precision="fp32", lr=1e-3), make(name, lr=1e-3)
+    bad = images(8)
+    bad[0, 0, 0, 0] = float("nan")
+    for method in (exact, quick):
+        method.decay = 2.0
+        for x in [*batches(2), bad, *batches(2)]:
+            method(x)
+    way = {}
+    for method in (exact, quick):
+        start = method._start["params"]
+        way[method] = sum(float((p.detach() - start[key]).square().sum()) for key, p in method.adapted.items()) ** 0.5
+    assert way[quick] == pytest.approx(way[exact], rel=0.05)
+    assert float(quick.fast.flat.age) == quick.updates == 4
+    quick.reset()
+    quick(images(8))
+    assert float(quick.fast.flat.age) == quick.updates == 1
+    quick.updates = 7
+    quick(images(8))
+    assert float(quick.fast.flat.age) == quick.updates == 8
+
+
+# --- the pieces
+
+
+@pytest.mark.parametrize("make_optimizer", [
+    lambda ps: torch.optim.SGD(ps, lr=0.1),
+    lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    lambda ps: torch.optim.Adam(ps, lr=0.01),
+    lambda ps: mgtta.MGG(ps, random_generator(), lr=0.01),
+    lambda ps: mgtta.MGG(ps, random_generator(memory="lstm"), lr=0.01),
+])  # fmt: skip
+def test_flat_steps_are_the_optimizers_own(make_optimizer):
+    torch.manual_seed(0)
+    own, twins = ([torch.nn.Parameter(torch.linspace(0, 1, n)) for n in (3, 5)] for _ in range(2))
+    plain_one, flat = make_optimizer(own), FlatStep(make_optimizer(twins), twins)
+    for t in range(4):
+        grads = [torch.randn_like(p) for p in own]
+        for p, grad in zip(own, grads, strict=True):
+            p.grad = grad
+        plain_one.step()
+        flat.take_in()
+        flat.step(grads, torch.tensor(True))
+        flat.step([g * float("nan") for g in grads], torch.tensor(True))
+        flat.step(grads, torch.tensor(False))
+        if t == 1:  # a state that was saved and loaded
+            flat.settle()
+            flat.optimizer.load_state_dict(copy.deepcopy(flat.optimizer.state_dict()))
+    assert flat.settle() == (2, 4)
+    for a, b in zip(own, twins, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+        for key, value in plain_one.state[a].items():
+            if value is not None:
+                torch.testing.assert_close(flat.optimizer.state[b][key], value, atol=1e-6, rtol=1e-4)
+
+
+def test_a_plain_vit_is_the_same_block_by_block():
+    """In float32, where nothing is rounded, up to what the gradient keeps in a few bits."""
+    model = mgtta.load_model(confident_vit(), classes=[1, 4, 6])
+    x = images(8)
+    params = mgtta.norm_parameters(model)
+
+    def gradient(logits, features):
+        loss = entropy(logits).mean() + sum(f.square().mean() for f in features)
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, params)])
+
+    expected = model.features(x)
+    to = torch.Tensor.to
+    with pytest.MonkeyPatch.context() as patch:  # the one place where it rounds
+        patch.setattr(torch.Tensor, "to", lambda t, d, *a, **k: t if d is torch.bfloat16 else to(t, d, *a, **k))
+        for recompute, keep in ((True, None), (False, None), (False, torch.float8_e4m3fn), (True, torch.float32)):
+            found = plain.ViT(model, recompute)
+            found.keep = keep
+            logits, features = found(x, lambda function: function)
+            torch.testing.assert_close(logits, expected[0])
+            for a, b in zip(features, expected[1], strict=True):
+                torch.testing.assert_close(a, b)
+            a, b = gradient(logits, features), gradient(*model.features(x))
+            tolerance = {None: 1e-5, torch.float32: 1e-2, torch.float8_e4m3fn: 3e-2}[keep]
+            assert (a - b).norm() < tolerance * b.norm()
+
+
+def test_gelu_and_its_slope():
+    x = torch.linspace(-9, 9, 4001, dtype=torch.float64, requires_grad=True)
+    expected = torch.nn.functional.gelu(x)
+    [slope] = torch.autograd.grad(expected.sum(), x)
+    found = plain._gelu_and_slope(x.detach().float())
+    torch.testing.assert_close(found[0].double(), expected, atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(found[1].double(), slope, atol=2e-6, rtol=1e-6)
+    z = x.detach().float().requires_grad_()
+    [kept] = torch.autograd.grad(plain._Gelu.apply(z).sum(), z)
+    assert (kept.double() - slope).abs().max() < 0.003
+
+
+def test_which_networks_go_block_by_block():
+    assert plain.ViT.fits(mgtta.load_model(vit()))
+    assert plain.ViT.fits(mgtta.load_model("glyphs_plain"))
+    assert not plain.ViT.fits(mgtta.load_model("glyphs_vit"))  # its stem has BatchNorm
+    for more in (
+        {"global_pool": "avg"}, {"reg_tokens": 2}, {"pre_norm": True}, {"qk_norm": True},
+        {"act_layer": torch.nn.ReLU}, {"dynamic_img_size": True}, {"norm_layer": timm.layers.RmsNorm},
+    ):  # fmt: skip
+        net = timm.models.VisionTransformer(
+            img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=CLASSES, **more
+        )
+        assert not plain.ViT.fits(mgtta.load_model(net)), more
+        method = make("tent", net)
+        assert method(images(4)).isfinite().all()
+        assert (method.updates, method.skipped) == (1, 0)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, about itself
+def test_it_compiles_in_one_piece_each():
+    """By torch's tracer, without a compiler, which would take long: no graph breaks."""
+    compiled = {}
+
+    def how(function):
+        return compiled.setdefault(function, torch.compile(function, dynamic=False, backend="eager", fullgraph=True))
+
+    method, x = make("mgtta"), images(8)
+    twin = copy.deepcopy(method)
+    expected = [method(x) for _ in range(2)]
+    twin.fast._lay_out(twin, x)
+    twin.fast.flat.take_in()
+    for logits in expected:
+        torch.testing.assert_close(twin.fast._adapt(twin, x, how)[0], logits, atol=1e-2, rtol=1e-2)
+
+
+def test_warm_up_leaves_no_trace():
+    for precision in ("fp32", "bf16"):
+        method, twin = make("mgtta", precision=precision), make("mgtta", precision=precision)
+        method.warm_up(images(8, seed=5))
+        assert method.updates == 0
+        assert torch.equal(method(images(8)), twin(images(8)))
+
+
+# --- on a GPU
+
+
+def close(a, b):
+    """Up to what bfloat16 rounds: single logits of so sharp a model may differ by more."""
+    return (a - b).norm() < 0.05 * b.norm()
+
+
+def on_gpu(name, net=None, **more):
+    return make(name, net, device="cuda", **more)
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """Compile a shape at its third batch."""
+    monkeypatch.setattr(fast, "PATIENCE", 2)
+
+
+class TestOnTheGPU:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("low_memory", [False, True])
+    @pytest.mark.parametrize("name", NAMES)
+    def test_captured_steps_are_the_uncaptured_ones(self, name, low_memory, monkeypatch):
+        method, twin = (on_gpu(name, low_memory=low_memory) for _ in range(2))
+        xs = batches(6)
+        monkeypatch.setattr(fast, "PATIENCE", 10**6)
+        expected = [twin(x) for x in xs]
+        monkeypatch.setattr(fast, "PATIENCE", 2)
+        for x, logits in zip(xs, expected, strict=True):
+            assert close(method(x), logits)
+        assert len(method.fast.graphs) == 1
+        assert method.fast.compiles  # and did not give up
+        assert not twin.fast.graphs
+        assert (method.updates, method.skipped) == (twin.updates, twin.skipped)
+
+    def test_reset_and_load_keep_the_graph(self, patient):
+        method, xs = on_gpu("mgtta"), batches(6)
+        for x in xs:
+            method(x)
+        [graph] = method.fast.graphs.values()
+        start = method._start
+        method.reset()
+        after = method.state_dict()
+        assert all(torch.equal(t, start["params"][key]) for key, t in after["params"].items())
+        assert method.updates == 0
+        first = [method(x) for x in xs]
+        state = method.state_dict()
+        assert state["counters"]["updates"] == 6
+        assert {float(s["step"]) for s in state["optimizer"]["state"].values()} == {6.0}
+        more = method(images(8, seed=50))
+        method.reset()
+        for x, logits in zip(xs, first, strict=True):
+            assert close(method(x), logits)
+        method.load_state_dict(state)
+        assert close(method(images(8, seed=50)), more)
+        assert list(method.fast.graphs.values()) == [graph]
+
+    def test_a_smaller_last_batch_and_images_of_another_type(self, patient):
+        method = on_gpu("mgtta")
+        for _ in range(3):
+            for x in [*batches(4), images(3, seed=9), (255 * images(8)).byte()]:
+                assert method(x).shape == (len(x), CLASSES)
+        assert method.updates == 18
+        assert len(method.fast.graphs) <= fast.KEPT
+
+    def test_copies_and_moves_capture_for_themselves(self, patient):
+        method, xs = on_gpu("mgtta"), batches(5)
+        for x in xs:
+            method(x)
+        twin = copy.deepcopy(method)
+        assert not twin.fast.graphs
+        assert twin.updates == method.updates
+        before = method.state_dict()["params"]
+        for x in xs:
+            twin(x)
+        assert all(torch.equal(t, before[key]) for key, t in method.state_dict()["params"].items())
+        method.to("cpu")
+        assert method(xs[0]).device == CPU
+        method.to("cuda")
+        assert method(xs[0]).is_cuda
+        assert method.updates == 7
+
+    def test_a_bad_batch_within_a_graph(self, patient):
+        method = on_gpu("mgtta")
+        for x in batches(4):
+            method(x)
+        before = method.state_dict()
+        x = images(8, seed=1)
+        x[1, 0, 5, 5] = float("nan")
+        method(x)
+        after = method.state_dict()
+        assert (method.updates, method.skipped) == (4, 1)
+        assert all(torch.equal(t, before["params"][key]) for key, t in after["params"].items())
+        assert method(images(8)).isfinite().all()
+
+    def test_guard_budget_and_schedule(self, patient):
+        guarded = on_gpu("mgtta", guard=True)
+        limited = on_gpu("mgtta", max_updates=4)
+        scheduled = on_gpu("mgtta", schedule="auto")
+        for x in batches(12):
+            assert guarded(x).isfinite().all()
+            assert limited(x).isfinite().all()
+            assert scheduled(x).isfinite().all()
+        assert limited.updates == 4
+        assert 3 <= scheduled.updates < 12
+
+    def test_warm_up_compiles_at_once(self):
+        method = on_gpu("mgtta")
+        twin = copy.deepcopy(method)
+        method.warm_up(images(8))
+        assert len(method.fast.graphs) == 2
+        assert method.updates == 0
+        assert close(method(images(8)), twin(images(8)))
+        assert method.fast.graph_bytes > 0
+
+    def test_auto_takes_it(self):
+        for name in NAMES:
+            assert on_gpu(name, precision="auto").precision == "bf16"
+            assert on_gpu(name, precision="fp32").precision == "fp32"
+        assert on_gpu("tent", NETS["batchnorm"](), precision="auto").precision == "fp32"
+        assert on_gpu("tent", precision="auto", max_seconds=1.0).precision == "fp32"
+        assert mgtta.create("sar", mgtta.load_model(vit()).to("cuda"), precision="auto").precision == "fp32"

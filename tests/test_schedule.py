@@ -1,0 +1,140 @@
+"""A schedule learns after a start and after a shift, and rests when there is nothing to gain."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from conftest import CLASSES, confident_vit, images, random_generator
+
+import mgtta
+from mgtta.files import read_tree, write_tree
+from mgtta.schedule import BURST, Schedule, summary
+
+
+def make(name="mgtta", **settings):
+    model = mgtta.load_model(confident_vit())
+    if name == "mgtta":
+        settings.setdefault("generator", random_generator())
+        settings["source"] = mgtta.source_statistics(model, images(32, seed=99))
+    return mgtta.create(name, model, schedule="auto", lr=1e-4, **settings)
+
+
+def dark(x):
+    return 0.2 * x
+
+
+def learned(method, xs):
+    """Which of the batches were learned from."""
+    found = []
+    for x in xs:
+        before = method.updates
+        method(x)
+        found.append(method.updates > before)
+    return found
+
+
+def follow(schedule, n, centre, unsure=1.0, seed=0):
+    """Which of n batches, with features around a centre, are learned from."""
+    random = torch.Generator().manual_seed(seed)
+    logits, found = torch.zeros(4, CLASSES), []
+    logits[:, 0] = -torch.tensor(unsure).log() * 10
+    for _ in range(n):
+        found.append(schedule.due)
+        schedule.note(summary(logits, [(centre + torch.randn(64, generator=random)).unsqueeze(0)]), schedule.due)
+    return found
+
+
+def test_a_burst_then_ever_longer_rests():
+    schedule = Schedule()
+    found = follow(schedule, 40, torch.zeros(64))
+    assert found[:BURST] == [True] * BURST
+    at = [i for i, learns in enumerate(found) if learns][BURST - 1 :]
+    rests = [b - a - 1 for a, b in pairwise(at)]
+    assert rests == [4, 8, 16]
+    assert schedule.shifts == 0
+
+
+def test_a_shift_is_noticed_and_learned():
+    schedule = Schedule()
+    follow(schedule, 25, torch.zeros(64))
+    found = follow(schedule, 20, 3 * torch.ones(64), seed=1)
+    assert schedule.shifts == 1
+    assert found[1 : 1 + BURST] == [True] * BURST  # from the batch after the one that showed it
+    assert sum(found) < 10
+
+
+def test_rests_stay_short_as_long_as_predictions_become_surer():
+    steady, falling = Schedule(), Schedule()
+    logits = torch.zeros(4, CLASSES)
+    counts = []
+    for schedule, slope in ((steady, 0.0), (falling, 0.3)):
+        random = torch.Generator().manual_seed(0)
+        count = 0
+        for t in range(30):
+            count += schedule.due
+            logits[:, 0] = slope * t
+            schedule.note(summary(logits, [torch.randn(1, 64, generator=random)]), schedule.due)
+        counts.append(count)
+    assert counts[1] > counts[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["mgtta", "tent"])
+def test_a_stream_with_one_shift(name, precision):
+    method = make(name, precision=precision)
+    same, other = [images(32, seed=t) for t in range(16)], [dark(images(32, seed=t)) for t in range(100, 112)]
+    before, after = learned(method, same), learned(method, other)
+    assert before[:BURST] == [True] * BURST
+    assert sum(before) < 12
+    assert method.schedule.shifts >= 1
+    assert sum(after) >= BURST
+    assert method(images(32)).isfinite().all()
+
+
+def test_predictions_come_as_ever():
+    method, plain = make(), mgtta.create("noadapt", mgtta.load_model(confident_vit()))
+    assert torch.equal(method(images(8)), plain(images(8)))
+    bad = images(8)
+    bad[0, 0, 0, 0] = float("nan")
+    known = copy.deepcopy(method.schedule)
+    method(bad)
+    assert method.schedule.state()["learned"] == known.learned  # it says nothing
+    assert method.skipped == 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_reset_and_resume(precision, tmp_path):
+    xs = [images(8, seed=t) for t in range(10)]
+    method = make(precision=precision)
+    straight = [method(x) for x in xs]
+    method.reset()
+    assert method.schedule.state() == Schedule().state()
+    for x, logits in zip(xs[:6], straight, strict=False):
+        assert torch.equal(method(x), logits)
+    write_tree(tmp_path / "state", method.state_dict(), {})
+    other = make(precision=precision)
+    other.load_state_dict(read_tree(tmp_path / "state")[0])
+    assert all(torch.equal(other(x), logits) for x, logits in zip(xs[6:], straight[6:], strict=True))
+    with pytest.raises(ValueError, match="not a state"):
+        mgtta.create("tent", mgtta.load_model(confident_vit())).load_state_dict(method.state_dict())
+    broken = method.state_dict()
+    broken["schedule"].pop("rest")
+    with pytest.raises(ValueError, match="schedule has other entries"):
+        method.load_state_dict(broken)
+
+
+def test_guarded_and_limited():
+    guarded, limited = make(guard=True), make(max_updates=2)
+    for t in range(6):
+        guarded(images(8, seed=t))
+        limited(images(8, seed=t))
+    assert guarded.updates < 6
+    assert limited.updates == 2
+
+
+def test_what_cannot_follow_one_is_refused(model):
+    with pytest.raises(ValueError, match="by gradients"):
+        mgtta.create("lame", model, schedule="auto")
+    with pytest.raises(ValueError, match=r"unknown schedule 'never'; valid: always, auto"):
+        mgtta.create("tent", model, schedule="never")
