@@ -358,7 +358,7 @@ def test_demo_prints_a_table_and_writes_the_report(demo, tmp_path):
     }
     assert "mgtta demo --images 4" in (tmp_path / "demo" / "report.html").read_text()
     records = [json.loads(line) for line in (tmp_path / "demo" / "records.jsonl").read_text().splitlines()]
-    assert [(r["method"], r["settings"]) for r in records[:2]] == [("noadapt", {}), ("mgtta", {"lr": 5e-3})]
+    assert [(r["method"], r["settings"]) for r in records[:2]] == [("noadapt", {}), ("mgtta", {})]
     assert all(r["batch_size"] == 16 and r["protocol"]["weights"] for r in records)
 
 
