@@ -409,18 +409,19 @@ def step_page(part: dict[str, Any]) -> str:
     plain = {row["precision"]: row["seconds"] for row in rows if row["name"] == "NoAdapt"}
     lines = []
     for row in rows:
-        alone = row["name"].startswith(ALONE)
+        alone, base = row["name"].startswith(ALONE), plain.get(row["precision"])
         lines.append(
             [
                 row["name"],
                 row["precision"],
-                f"{1e3 * row['seconds']:.2f}",
-                "" if alone or row["precision"] not in plain else f"{row['seconds'] / plain[row['precision']]:.2f}",
+                *([f"{1e3 * row['seconds']:.2f}"] if gpu else []),
+                "" if base is None else f"{row['seconds'] / base:.3f}",
                 "" if alone else f"{batch / row['seconds']:,.0f}",
-                *([] if not gpu else ["" if alone else f"{row['peak'] / 1e6:,.0f}"]),
+                *(["" if alone else f"{row['peak'] / 1e6:,.0f}"] if gpu else []),
             ]
         )
-    head = ["", "precision", "ms", "times NoAdapt", "images/s", *(["peak MB"] if gpu else [])]
+    times = ["ms", "times NoAdapt", "images/s", "peak MB"] if gpu else ["times NoAdapt", "images/s"]
+    head = ["", "precision", *times]
     text = f"## A step: {part['model']}, batch {batch}, n = {part['n']:,}\n\n{table(head, lines)}"
     return f"{text}\n\n{_bars(part)}"
 
@@ -431,9 +432,10 @@ def _bars(part: dict[str, Any]) -> str:
     precision = "bf16" if ("MGTTA", "bf16") in found else "fp32"
     whole, plain = found["MGTTA", precision]["seconds"], found["NoAdapt", precision]["seconds"]
     generator = found[f"{ALONE}, {WAYS[-1]}", "fp32"]["seconds"]
+    ratios = f"{whole / plain:.2f} times NoAdapt, {whole / found['TENT', precision]['seconds']:.3f} times TENT"
+    absolute = f"{1e3 * whole:.2f} ms a batch, 50,000 images in {whole * 50000 / part['batch']:.1f} s; "
     lines = [
-        f"MGTTA in {precision}: {1e3 * whole:.2f} ms a batch, 50,000 images in {whole * 50000 / part['batch']:.1f} s; "
-        f"{whole / plain:.2f} times NoAdapt, {whole / found['TENT', precision]['seconds']:.3f} times TENT.",
+        f"MGTTA in {precision}: {absolute if part['gpu'] else ''}{ratios}.",
         f"The optimizer takes {100 * generator / whole:.1f} % of the step.",
     ]
     if spent := found.get(("MGTTA, budget spent", precision)):
