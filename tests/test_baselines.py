@@ -136,7 +136,7 @@ def test_fisher_file_and_fingerprint(tmp_path, model):
     assert (again.images, again.model, again.fingerprint) == (8, model.name, model.fingerprint())
     assert all(torch.equal(value, again.values[name]) for name, value in fisher.values.items())
     mgtta.create("eata", model, fisher=tmp_path / "f.safetensors")(images(4))
-    with pytest.raises(ValueError, match="belongs to other weights"):
+    with pytest.raises(ValueError, match="Fisher information of other weights"):
         mgtta.create("eata", vit(seed=1), fisher=fisher)
     mgtta.save_source(mgtta.source_statistics(model, images(8)), tmp_path / "s.safetensors")
     with pytest.raises(ValueError, match="no file of mgtta fisher"):

@@ -6,8 +6,6 @@ A run's folder has the records (`records.jsonl`) and the generators that were tr
 import dataclasses
 import fcntl
 import platform
-import shlex
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -39,6 +37,7 @@ from mgtta.experiments import (
     sweep_cells,
     tuned,
 )
+from mgtta.files import command
 from mgtta.fisher import Fisher, fisher_information
 from mgtta.meta import meta_train, shifted_images
 from mgtta.models import Classifier, load_model
@@ -170,7 +169,7 @@ class Lab:
                     self.model(), self.source, x, hidden_size=training.hidden_size, memory=training.memory,
                     steps=training.steps, seed=training.seed, checkpoint=part, progress=False,
                 )  # fmt: skip
-                save_generator(generator, path, command=_command())
+                save_generator(generator, path, command=command())
                 part.unlink(missing_ok=True)
         return path
 
@@ -273,7 +272,7 @@ class Lab:
             "ranks": self.setup.ranks,
             "threads": torch.get_num_threads(),
             "versions": {"mgtta": __version__, "torch": torch.__version__, "timm": timm.__version__},
-            "command": _command(),
+            "command": command(),
         }
         return {**record.to_dict(), **_asked(cell), "protocol": protocol}
 
@@ -481,7 +480,3 @@ def _device_name(device: str) -> str:
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     return platform.processor() or platform.machine()
-
-
-def _command() -> str:
-    return shlex.join(["mgtta", *sys.argv[1:]])

@@ -168,6 +168,7 @@ def train(
     """Train a generator, the learned optimizer, on a few unlabelled images (Algorithm 1)."""
     import mgtta
     from mgtta.data.streams import stream
+    from mgtta.files import command
     from mgtta.meta import shifted_images
 
     classifier, found = _model_and_data(model, checkpoint, num_classes, data, size, skip_unreadable, device)
@@ -181,7 +182,7 @@ def train(
         classifier, statistics, x, steps=steps, batch_size=batch_size, lr=lr, outer_lr=outer_lr,
         hidden_size=hidden_size, memory=memory, seed=seed, checkpoint=run,
     )  # fmt: skip
-    mgtta.save_generator(generator, out, command=_command())
+    mgtta.save_generator(generator, out, command=command())
     best = generator.about["best"]
     typer.echo(f"{len(x)} images, {steps} steps; best objective {-best['score']:.4f} at step {best['step']} -> {out}")
 
@@ -470,10 +471,6 @@ def _print(*tables: Any) -> None:
 def _rank() -> str:
     """Who speaks, where torchrun has started several."""
     return f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
-
-
-def _command() -> str:
-    return " ".join(["mgtta", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

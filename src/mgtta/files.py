@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+import shlex
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -136,12 +138,26 @@ def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
+def check_weights(what: str, taken: tuple[str, str], model: tuple[str, str], remedy: str) -> None:
+    """Refuse what was taken from other weights than the model's; both are a name and a fingerprint."""
+    if taken[1] != model[1]:
+        raise ValueError(
+            f"{what} of other weights ({', '.join(taken)}) than the model's ({', '.join(model)}): take it again from "
+            f"this model, before it adapts, with {remedy}"
+        )
+
+
 def check_kind(metadata: Mapping[str, str], kind: str, version: int, path: str | os.PathLike, remedy: str) -> None:
     """Refuse a file of another kind, or one that a newer release wrote."""
     if metadata.get("kind") != kind:
         raise ValueError(f"{path} is no file of {kind}; {remedy}")
     if not metadata.get("version", "").isdigit() or int(metadata["version"]) > version:
         raise ValueError(f"{path} was written by a newer mgtta: upgrade to read it")
+
+
+def command() -> str:
+    """What was typed to run this, as a shell takes it: for metadata and records."""
+    return shlex.join(["mgtta", *sys.argv[1:]])
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from mgtta.files import check_kind, read_tensors, write_tensors
+from mgtta.files import check_kind, check_weights, read_tensors, write_tensors
 from mgtta.models import Classifier
 from mgtta.params import norm_parameters
 
@@ -31,12 +31,8 @@ class Fisher:
 
     def check(self, model: str, fingerprint: str) -> None:
         """Refuse what was not taken from the model of this name and fingerprint."""
-        if self.fingerprint != fingerprint:
-            raise ValueError(
-                f"this Fisher information belongs to other weights ({self.model}, {self.fingerprint}) than the "
-                f"model's ({model}, {fingerprint}): take it again from this model, before it adapts, with "
-                "mgtta.fisher_information(model, clean_images)"
-            )
+        remedy = "mgtta.fisher_information(model, clean_images)"
+        check_weights("this is Fisher information", (self.model, self.fingerprint), (model, fingerprint), remedy)
 
 
 def fisher_information(

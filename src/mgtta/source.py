@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mgtta.files import check_kind, read_tensors, write_tensors
+from mgtta.files import check_kind, check_weights, read_tensors, write_tensors
 from mgtta.models import Classifier, as_classifier
 from mgtta.shipped import shipped
 
@@ -36,12 +36,8 @@ class SourceStatistics:
 
     def check(self, model: str, fingerprint: str) -> None:
         """Refuse statistics that were not taken from the model of this name and fingerprint."""
-        if self.fingerprint != fingerprint:
-            raise ValueError(
-                f"these source statistics belong to other weights ({self.model}, {self.fingerprint}) than the "
-                f"model's ({model}, {fingerprint}): take them again from this model, before it adapts, with "
-                "mgtta.source_statistics(model, clean_images)"
-            )
+        remedy = "mgtta.source_statistics(model, clean_images)"
+        check_weights("these are source statistics", (self.model, self.fingerprint), (model, fingerprint), remedy)
 
 
 @torch.no_grad()
