@@ -9,7 +9,7 @@ from conftest import CLASSES, confident_vit, images, random_generator
 
 import mgtta
 from mgtta.files import read_tree, write_tree
-from mgtta.schedule import BURST, Schedule, summary
+from mgtta.schedule import BURST, REST, Schedule, summary
 
 
 def make(name="mgtta", **settings):
@@ -51,7 +51,7 @@ def test_a_burst_then_ever_longer_rests():
     assert found[:BURST] == [True] * BURST
     at = [i for i, learns in enumerate(found) if learns][BURST - 1 :]
     rests = [b - a - 1 for a, b in pairwise(at)]
-    assert rests == [4, 8, 16]
+    assert rests == [REST, 2 * REST, 4 * REST, 8 * REST]
     assert schedule.shifts == 0
 
 

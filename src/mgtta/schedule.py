@@ -21,9 +21,9 @@ from torch import Tensor
 from mgtta.losses import entropy
 
 SCHEDULES = ("always", "auto")
-BURST = 4  # batches learned from after a start or a shift
-REST = 4  # batches of the first rest
-SHIFT = 2.5  # |s - c|^2 / v from which on a batch belongs to another domain, where v is well known
+BURST = 3  # batches learned from after a start or a shift
+REST = 2  # batches of the first rest
+SHIFT = 3.0  # |s - c|^2 / v from which on a batch belongs to another domain, where v is well known
 FEW = 3.0  # batches after which v is known to a factor of 2
 GAIN = 0.05  # part of the entropy by which a rest must fall short of the one before, to be worth another like it
 MEMORY = 16  # batches that c and v look back on
