@@ -12,7 +12,7 @@ from test_methods import CANNOT, make, same, stream
 import mgtta
 from mgtta.alarms import guard_words
 from mgtta.files import read_tree, write_tree
-from mgtta.guard import WINDOW, Guard, Guarded, Watch, _lost, excess
+from mgtta.guard import BATCHWISE, WINDOW, Guard, Guarded, Watch, _lost, excess
 from mgtta.methods.base import GradientMethod
 from mgtta.recipes import RECIPES
 
@@ -123,6 +123,13 @@ def test_batch_norm_falls_back_to_the_running_statistics():
     x = images(4)
     assert torch.equal(held(x), model(x))
     assert not torch.equal(held.method.predict(x), model(x))
+
+
+@pytest.mark.parametrize(("norm", "size", "times"), [("batch", 16, BATCHWISE), ("batch", 4, 1), ("group", 16, 1)])
+def test_statistics_of_a_large_batch_may_change_more(norm, size, times):
+    method = mgtta.create("tent", mgtta.load_model(convnet(norm)), guard=Guard(tolerance=0.02))
+    method(images(size))
+    assert method.tolerance == 0.02 * times
 
 
 def test_anchors_serve_where_the_batch_says_nothing(sure_model):

@@ -36,7 +36,8 @@ FEW = 4  # sure images under which a batch says too little, and the anchors are 
 WINDOW = 128  # images that the estimate of what is lost looks back on
 DEVIATIONS = 1.5  # standard errors by which that estimate must be above what is tolerated
 FACTOR = 2.0  # by which entropy may rise or fall, and diversity fall, before the source is asked; and of doubt
-BATCHWISE = 8  # times as much is tolerated where BatchNorm takes the batch's statistics, which changes much by itself
+BATCHWISE = 8  # times as much is tolerated where BatchNorm takes the batch's statistics, which changes much by itself,
+MANY = 16  # in batches of at least so many images: the statistics of fewer are poor
 EVENTS = 1000  # that are kept, the first ones: a run may last for ever
 MEMORY = 0.5  # of the running entropy and diversity, for a batch of 64 images
 
@@ -50,8 +51,8 @@ class Guard:
             last state found good; "slow": that, and a lower learning rate; "source": the source model, which
             predicts without adapting for `rest` images (twice as long each time), and then adapts afresh.
         tolerance: the share of predictions that may be lost where the source is sure of all images; three times
-            as many where it is sure of none; eight times that for nets with BatchNorm, where the batch's own
-            statistics change many sure predictions, mostly for the better.
+            as many where it is sure of none; eight times that for nets with BatchNorm in batches of 16 and more,
+            whose own statistics change many sure predictions, mostly for the better.
         sure: the source's confidence above which its prediction counts.
         every: images between two questions to the source, where nothing calls for one earlier.
         images: how many images of a batch the source is asked about.
@@ -162,8 +163,8 @@ class Guarded(Method):
         self._turn = method._turn
         method._remember_start()
         self.source = _source_model(method)
-        batchwise = method.model._uses_batch_statistics and bool(batch_norms(method.model.net))
-        self.tolerance = guard.tolerance * (BATCHWISE if batchwise else 1)
+        self._batchwise = method.model._uses_batch_statistics and bool(batch_norms(method.model.net))
+        self.tolerance = guard.tolerance
         self._scale = math.sqrt(sum(float(p.detach().square().sum()) for p in method.adapted.values())) or 1.0
         self.watch = self._fresh()
 
@@ -191,6 +192,8 @@ class Guarded(Method):
                 logits = self._ask(x)[0]
                 watch.images += len(logits)
                 return logits
+            many = self._batchwise and len(x) >= MANY
+            self.tolerance = self.guard.tolerance * (BATCHWISE if many else 1)
             due = self._due()
             before = self.method.state_dict() if due else None
             model = self.method.model
