@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-ACTIONS = ("rollback", "slow", "source")  # as in mgtta.guard, which imports torch
+ACTIONS = ("rollback", "slow", "source", "pause")  # as in mgtta.guard, which imports torch
 
 
 def guard_words(records: Iterable[Mapping[str, Any]]) -> str:

@@ -38,6 +38,7 @@ DEVIATIONS = 1.5  # standard errors by which that estimate must be above what is
 FACTOR = 2.0  # by which entropy may rise or fall, and diversity fall, before the source is asked; and of doubt
 BATCHWISE = 8  # times as much is tolerated where BatchNorm takes the batch's statistics, which changes much by itself,
 MANY = 16  # in batches of at least so many images: the statistics of fewer are poor
+ENOUGH = 64  # images after which the share of a class says something
 EVENTS = 1000  # that are kept, the first ones: a run may last for ever
 MEMORY = 0.5  # of the running entropy and diversity, for a batch of 64 images
 
@@ -58,6 +59,10 @@ class Guard:
         images: how many images of a batch the source is asked about.
         moved: the way of the parameters, relative to their length, after which the source is asked.
         anchors: how many to keep of the images that the source was sure of; or your own, clean ones.
+        dominance: the share of the predictions that one class may have. Above it, and above five times what a class
+            has on average, in the source's predictions too, the stream comes class by class: a batch then says
+            little of the domain, and the source model predicts, without adapting, for `pause` images.
+        pause: see `dominance`.
         slower: factor on the learning rate.
         rest: images for which "source" predicts without adapting, the first time.
         calm: images without alarm after which `policy` begins anew, and the source is asked as rarely as before.
@@ -70,6 +75,8 @@ class Guard:
     images: int = 8
     moved: float = 0.05
     anchors: int | Tensor = 16
+    dominance: float = 0.25
+    pause: int = 512
     slower: float = 0.1
     rest: int = 4096
     calm: int = 8192
@@ -81,10 +88,12 @@ class Guard:
             if name not in POLICIES:
                 raise unknown("policy of a guard", name, POLICIES)
         count = len(self.anchors) if isinstance(self.anchors, Tensor) else self.anchors
-        if not policy or min(self.every, self.images, self.rest, self.calm, count + 1) < 1:
-            raise ValueError("a guard needs a policy; every, images, rest and calm are at least 1, anchors 0")
+        if not policy or min(self.every, self.images, self.pause, self.rest, self.calm, count + 1) < 1:
+            raise ValueError("a guard needs a policy; every, images, pause, rest and calm are at least 1, anchors 0")
         if not (0 < self.tolerance < 1 and 0 < self.sure < 1 and 0 < self.slower < 1 and self.moved > 0):
             raise ValueError("tolerance, sure and slower lie between 0 and 1, and moved is above 0")
+        if not self.dominance > 0:
+            raise ValueError("dominance is above 0; 1 and more switch it off")
 
 
 @dataclass
@@ -201,6 +210,11 @@ class Guarded(Method):
                 logits = self.method(x)
             watch.images += len(logits)
             self._follow(logits)
+            if self._dominated(watch.probs):  # by the method's predictions; and by the source's?
+                asked = self._ask(x)[0]
+                if self._dominated(asked.softmax(-1).mean(0)):
+                    self._pause()
+                    return asked
             if due or self._strange():
                 logits = self._judge(x, logits, first.found.get(model._taps[-1].name), before)
             return logits
@@ -309,6 +323,13 @@ class Guarded(Method):
         ratio = (now["entropy"] + floor) / (good["entropy"] + floor)
         return not 1 / FACTOR <= ratio <= FACTOR or now["diversity"] < good["diversity"] / FACTOR
 
+    def _dominated(self, probs: Tensor | None) -> bool:
+        """Whether one class has most of these mean probabilities (C,), enough images after a start or an alarm."""
+        began = max(self.watch.alarm_at, self.watch.rest_until)
+        if probs is None or self.watch.images - began < ENOUGH:
+            return False
+        return float(probs.max()) > max(self.guard.dominance, 5 / len(probs))
+
     # --- the verdict
 
     @torch.no_grad()
@@ -390,6 +411,17 @@ class Guarded(Method):
             watch.snapshot = None
         self._restore()
         watch.snapshot = None  # what raises an alarm again was not good
+        self._begin_anew(action, found)
+
+    def _pause(self) -> None:
+        found = self.signals()
+        self._restore()
+        self.watch.rest_until = self.watch.images + self.guard.pause
+        self._begin_anew("pause", found)
+
+    def _begin_anew(self, action: str, found: dict[str, float]) -> None:
+        """Forget what was seen of the state that was left, and note why it was."""
+        watch = self.watch
         watch.lost = watch.unsure = watch.weight = 0.0
         watch.look = [0.0, 0.0, 0.0]
         watch.doubt, watch.left = False, 0
