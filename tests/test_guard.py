@@ -84,7 +84,8 @@ def test_a_sound_method_is_left_alone(guarded):
 @pytest.mark.parametrize("policy", ["rollback", "slow", "source"])
 def test_a_collapse_is_seen_and_undone(sure_model, policy):
     plain = Bent(sure_model)
-    held = mgtta.guarded(Bent(sure_model), Guard(policy=policy, sure=0.3, every=64, images=16, rest=64))
+    often = Guard(policy=policy, sure=0.3, every=64, images=16, rest=64, dominance=1.0)
+    held = mgtta.guarded(Bent(sure_model), often)
     fine = []
     for x in stream(12, batch=16):
         plain(x)
@@ -130,6 +131,28 @@ def test_statistics_of_a_large_batch_may_change_more(norm, size, times):
     method = mgtta.create("tent", mgtta.load_model(convnet(norm)), guard=Guard(tolerance=0.02))
     method(images(size))
     assert method.tolerance == 0.02 * times
+
+
+def test_a_stream_of_one_class_is_left_to_the_source(sure_model):
+    """One image again and again, in batches: then others, from which it learns again."""
+    same_one = images(1).expand(16, -1, -1, -1)
+    guard = Guard(dominance=0.3, pause=48, every=10**6, moved=10.0)
+    held = mgtta.create("tent", sure_model, lr=1e-6, guard=guard)
+    logits = [held(same_one) for _ in range(7)]
+    assert [(event["image"], event["action"]) for event in held.events] == [(64, "pause")]
+    assert held.updates == 4
+    assert all(torch.equal(y, sure_model(same_one)) for y in logits[4:])
+    varied = images(64)[sure_model(images(64)).argmax(1).unique(return_inverse=True)[1].argsort()][::4]
+    held(varied)
+    assert held.updates == 5
+    assert "1 x pause" in guard_words([{"method": "tent", "domain": "x", "events": held.events}])
+
+
+def test_a_collapsed_method_is_not_taken_for_a_stream_of_one_class(sure_model):
+    held = mgtta.guarded(Bent(sure_model), Guard(policy="slow", sure=0.3, every=64, images=16, dominance=0.6))
+    for x in stream(12, batch=16):
+        held(x)
+    assert {event["action"] for event in held.events} == {"slow"}
 
 
 def test_anchors_serve_where_the_batch_says_nothing(sure_model):

@@ -60,7 +60,7 @@ class Guard:
         moved: the way of the parameters, relative to their length, after which the source is asked.
         anchors: how many to keep of the images that the source was sure of; or your own, clean ones.
         dominance: the share of the predictions that one class may have. Above it, and above five times what a class
-            has on average, in the source's predictions too, the stream comes class by class: a batch then says
+            has on average, the same in the source's predictions, the stream comes class by class: a batch then says
             little of the domain, and the source model predicts, without adapting, for `pause` images.
         pause: see `dominance`.
         slower: factor on the learning rate.
@@ -210,9 +210,9 @@ class Guarded(Method):
                 logits = self.method(x)
             watch.images += len(logits)
             self._follow(logits)
-            if self._dominated(watch.probs):  # by the method's predictions; and by the source's?
+            if (top := self._dominant(watch.probs)) is not None:
                 asked = self._ask(x)[0]
-                if self._dominated(asked.softmax(-1).mean(0)):
+                if self._dominant(asked.softmax(-1).mean(0)) == top:
                     self._pause()
                     return asked
             if due or self._strange():
@@ -323,12 +323,13 @@ class Guarded(Method):
         ratio = (now["entropy"] + floor) / (good["entropy"] + floor)
         return not 1 / FACTOR <= ratio <= FACTOR or now["diversity"] < good["diversity"] / FACTOR
 
-    def _dominated(self, probs: Tensor | None) -> bool:
-        """Whether one class has most of these mean probabilities (C,), enough images after a start or an alarm."""
+    def _dominant(self, probs: Tensor | None) -> int | None:
+        """The class that has most of these mean probabilities (C,); none soon after a start or an alarm."""
         began = max(self.watch.alarm_at, self.watch.rest_until)
         if probs is None or self.watch.images - began < ENOUGH:
-            return False
-        return float(probs.max()) > max(self.guard.dominance, 5 / len(probs))
+            return None
+        share, top = probs.max(0)
+        return int(top) if float(share) > max(self.guard.dominance, 5 / len(probs)) else None
 
     # --- the verdict
 
