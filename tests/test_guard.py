@@ -149,7 +149,7 @@ def test_a_stream_of_one_class_is_left_to_the_source(sure_model):
 
 
 def test_a_collapsed_method_is_not_taken_for_a_stream_of_one_class(sure_model):
-    held = mgtta.guarded(Bent(sure_model), Guard(policy="slow", sure=0.3, every=64, images=16, dominance=0.6))
+    held = mgtta.guarded(Bent(sure_model), Guard(policy="slow", sure=0.3, every=64, images=16, dominance=0.9))
     for x in stream(12, batch=16):
         held(x)
     assert {event["action"] for event in held.events} == {"slow"}
