@@ -76,7 +76,7 @@ class Hooked:
         return (_hooked if self.recompute else how(_hooked))(self, x)
 
     def _read(self, tap: Any, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        self.found[tap.name] = tap.pool(inputs[0] if tap.at_input else output, self.images)
+        self.found[tap.name] = tap.features(inputs, output, self.images)
 
 
 def _hooked(network: Hooked, x: Tensor) -> tuple[Tensor, list[Tensor]]:

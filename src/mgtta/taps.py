@@ -32,9 +32,13 @@ class Tap:
         """Put the features of the next pass, of n images, into `found`, until the handle is removed."""
 
         def read(_layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            found[self.name] = self.pool(inputs[0] if self.at_input else output, n)
+            found[self.name] = self.features(inputs, output, n)
 
         return net.get_submodule(self.name).register_forward_hook(read, prepend=True)  # before any rounding
+
+    def features(self, inputs: tuple[Tensor, ...], output: Tensor, n: int) -> Tensor:
+        """Of n images, (N, d), from what the layer took and gave."""
+        return self.pool(inputs[0] if self.at_input else output, n)
 
     def pool(self, t: Tensor, n: int) -> Tensor:
         """(N, L, d), (L, N, d), (N, H, W, d) or (N, d, H, W) -> (N, d); windows may lie along the first axis."""
@@ -80,7 +84,7 @@ class FirstPass:
 
     def _read(self, tap: Tap, _layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if not self.over:
-            self.found[tap.name] = tap.pool(inputs[0] if tap.at_input else output, self.images).detach()
+            self.found[tap.name] = tap.features(inputs, output, self.images).detach()
 
     def _end(self, *_: object) -> None:
         self.over = True

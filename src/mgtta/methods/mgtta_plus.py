@@ -8,18 +8,17 @@ head is linear, taking the shift back before it is the same as adding W (mu - m)
 import torch
 from torch import Tensor
 
-from mgtta.losses import objective
-from mgtta.methods.base import GradientMethod, OptimizerFactory
+from mgtta.methods.base import OptimizerFactory
+from mgtta.methods.mgtta import MGTTA
 from mgtta.models import Classifier
-from mgtta.params import norm_parameters
 from mgtta.source import SourceStatistics
 
 MEMORY = 640  # images: ten batches of 64
 PRIOR = 16  # images that the source's mean counts for at the start
 
 
-class MGTTAPlus(GradientMethod):
-    needs = ("gradients", "source statistics")
+class MGTTAPlus(MGTTA):
+    shares_batches = False  # the running mean is of whole batches
     mean: Tensor
     images: Tensor
 
@@ -33,17 +32,15 @@ class MGTTAPlus(GradientMethod):
         mirror: bool,
         decay: float,
     ):
-        super().__init__(model, norm_parameters, optimizer, decay)
-        source.check(model.name, self.fingerprint)
-        self.source, self.trade_off, self.recentre, self.mirror = source, trade_off, recentre, mirror
+        super().__init__(model, source, optimizer, trade_off, decay)
+        self.recentre, self.mirror = recentre, mirror
         self._checked = not recentre
         self.register_buffer("mean", source.mean[-1].detach().clone())
         self.register_buffer("images", torch.zeros(()))  # that the mean is of
 
     def loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits, features = self._look(x)
-        source = self.source = self.source.to(logits)
-        value = objective(logits, features, source.mean, source.std, self.trade_off)
+        value = self.criterion(logits, features)
         mean, images = self._running(features[-1].detach())
         predicted = self._recentred(logits.detach(), mean)
         if mean.isfinite().all():
