@@ -150,6 +150,8 @@ def train(model: nn.Module, images: Tensor, labels: Tensor, augment: Augment, ar
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        if not args.plain:
+            without_brightness(model)
         if progress >= len(losses) / 20:
             losses.append(loss.item())
             say(f"  step {step:6d}  {time.monotonic() - start:6.1f} s  loss {losses[-1]:.4f}")
@@ -262,8 +264,18 @@ def render(n: int, seed: int, device: str, processes: int = 1) -> tuple[Tensor, 
 
 
 def stem(width: int) -> dict[str, list[int]]:
-    """Two convolutions: 48 -> 24 -> 8."""
-    return {"channels": [width // 4, width // 2], "kernel_size": [3, 3], "stride": [2, 3], "padding": [1, 1]}
+    """Two convolutions: 48 -> 23 -> 8; the first one without padding, whose edge would show an image's brightness."""
+    return {"channels": [width // 4, width // 2], "kernel_size": [3, 3], "stride": [2, 3], "padding": [0, 1]}
+
+
+@torch.no_grad()
+def without_brightness(model: nn.Module) -> None:
+    """Make the first filters sum to zero: they see contrasts, and a weaker contrast only scales what they see.
+
+    Then BatchNorm's statistics tell a foggy batch from a clear one, and those of the batch make up for it.
+    """
+    filters = next(p for p in model.parameters() if p.ndim == 4)
+    filters -= filters.mean((2, 3), keepdim=True)
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, dict[str, float]]:

@@ -398,6 +398,18 @@ class TestOnTheGPU:
         assert method(xs[0]).is_cuda
         assert method.updates == 7
 
+    def test_captured_predictions_follow_what_was_learned(self, monkeypatch):
+        method, (x, *more) = on_gpu("mgtta", lr=0.1), batches(5)
+        method.warm_up(x)
+        before = method.predict(x)
+        for other in more:
+            method(other)
+        found = method.predict(x)
+        method.fast.graphs.clear()
+        monkeypatch.setattr(fast, "PATIENCE", 10**6)
+        assert close(found, method.predict(x))
+        assert not close(found, before)
+
     def test_a_bad_batch_within_a_graph(self, patient):
         method = on_gpu("mgtta")
         for x in batches(4):

@@ -102,8 +102,7 @@ class Fast:
         if method.optimizer is None:
             return self.predict(method, x, now)
         method.model.check(x)
-        if self.flat is None:
-            self._lay_out(method, x)
+        self._lay_out(method, x)
         assert self.flat is not None
         self.flat.take_in()
         if method._updates != self.known:  # a reset, a load or a guard has set it
@@ -128,9 +127,12 @@ class Fast:
         return made, left_out
 
     def _lay_out(self, method: Any, x: Tensor) -> None:
-        """Find the parameters that get gradients, once, and lay them out as one vector."""
+        """Find the parameters that get gradients, once, and lay them out as one vector, where graphs will find them."""
+        if self.flat is not None or method.optimizer is None:
+            return
         adapted = list(method.adapted.values())
-        loss = method.criterion(*self._net(method)(x[:2], _as_it_is))
+        with torch.enable_grad():
+            loss = method.criterion(*self._net(method)(x[:2], _as_it_is))
         grads = torch.autograd.grad(loss, adapted, allow_unused=True)
         learned = [p for p, g in zip(adapted, grads, strict=True) if g is not None]
         self.flat = FlatStep(method.optimizer, learned, method.decay)
@@ -163,6 +165,7 @@ class Fast:
             if device.type != "cuda" or not (now or self.seen[key] > PATIENCE):
                 with _attention(device):
                     return run(method, x, _as_it_is)
+            self._lay_out(method, x)
             while len(self.graphs) >= KEPT:
                 del self.graphs[next(iter(self.graphs))]
             self.graphs[key] = self._captured(run, method, x.to(device, copy=True))

@@ -177,7 +177,7 @@ def _norm(layer: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tens
     """LayerNorm of x in float32, rounded to x's dtype; x itself; and the first token of the former, not rounded."""
     if keep is None or not torch.is_grad_enabled():
         h = F.layer_norm(x.float(), layer.normalized_shape, layer.weight, layer.bias, layer.eps)
-        return h.to(x.dtype), x, h[:, 0]
+        return h.to(x.dtype), x, h[:, 0].clone()  # a view would keep all of h
     return _Norm.apply(x, layer.weight, layer.bias, layer.eps, keep)
 
 
