@@ -151,7 +151,7 @@ def train(model: nn.Module, images: Tensor, labels: Tensor, augment: Augment, ar
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if not args.plain:
-            without_brightness(model)
+            without_brightness(model, args.free)
         if progress >= len(losses) / 20:
             losses.append(loss.item())
             say(f"  step {step:6d}  {time.monotonic() - start:6.1f} s  loss {losses[-1]:.4f}")
@@ -241,6 +241,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     add("--depth", type=int, default=6)
     add("--heads", type=int, default=4)
     add("--plain", action="store_true", help="patches in place of the convolutional stem: LayerNorm alone")
+    add("--kernel", type=int, default=3, help="side of the stem's first filters")
+    add("--free", type=float, default=0.0, help="share of the first filters that may see brightness")
     add("--seed", type=int, default=0, help="of weights, batches and augmentation")
     add("--processes", type=int, default=os.cpu_count(), help="that render")
     add("--compile", action="store_true", help="torch.compile the model")
@@ -263,19 +265,20 @@ def render(n: int, seed: int, device: str, processes: int = 1) -> tuple[Tensor, 
     return images.to(device), labels.to(device)
 
 
-def stem(width: int) -> dict[str, list[int]]:
+def stem(width: int, kernel: int) -> dict[str, list[int]]:
     """Two convolutions: 48 -> 23 -> 8; the first one without padding, whose edge would show an image's brightness."""
-    return {"channels": [width // 4, width // 2], "kernel_size": [3, 3], "stride": [2, 3], "padding": [0, 1]}
+    return {"channels": [width // 4, width // 2], "kernel_size": [kernel, 3], "stride": [2, 3], "padding": [0, 1]}
 
 
 @torch.no_grad()
-def without_brightness(model: nn.Module) -> None:
-    """Make the first filters sum to zero: they see contrasts, and a weaker contrast only scales what they see.
+def without_brightness(model: nn.Module, free: float) -> None:
+    """Make the first filters, but for a share of them, sum to zero: they see contrasts, which a haze only scales.
 
     Then BatchNorm's statistics tell a foggy batch from a clear one, and those of the batch make up for it.
     """
     filters = next(p for p in model.parameters() if p.ndim == 4)
-    filters -= filters.mean((2, 3), keepdim=True)
+    bound = filters[round(free * len(filters)) :]
+    bound -= bound.mean((2, 3), keepdim=True)
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
@@ -298,7 +301,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
         "depth": args.depth,
         "num_heads": args.heads,
         "num_classes": len(CLASSES),
-        **({"patch_size": 6} if args.plain else {"stem": stem(args.width)}),  # 8 x 8 tokens, both
+        **({"patch_size": 6} if args.plain else {"stem": stem(args.width, args.kernel)}),  # 8 x 8 tokens, both
     }
     torch.manual_seed(args.seed)
     model = vision_transformer(**architecture).to(args.device)

@@ -285,6 +285,19 @@ def test_the_best_mean_is_chosen_for_each_batch_size():
         assert cell.chosen_from == tuple(rates("tent"))
 
 
+@pytest.mark.parametrize("name", ["mixed", "continual"])
+def test_rates_for_long_streams_are_tried_on_long_streams(name):
+    cells = experiment_cells(name, Options(["noadapt", "tent"], seeds=2))
+    sweep = sweep_cells(cells)
+    assert len(sweep) == 7
+    assert {(c.mixed, c.reset, len(c.domains)) for c in sweep} == {(cells[0].mixed, cells[0].reset, 15)}
+    assert set(sweep[0].domains) == set(VALIDATION_CORRUPTIONS)
+    best = rates("tent")[2]
+    parts = 1 if name == "mixed" else 15
+    records = [{"top1": 50.0 if dict(c.settings)["lr"] == best else 40.0} for c in sweep for _ in range(parts)]
+    assert {dict(c.settings).get("lr") for c in tuned(cells, sweep, records)} == {None, best}
+
+
 def test_a_swept_experiment_says_what_it_chose_from(tmp_path, monkeypatch):
     monkeypatch.setattr(experiments, "VALIDATION_CORRUPTIONS", ("saturate",))
     monkeypatch.setattr(experiments, "rates", lambda method, factors=(): [1e-3, 1e-2])

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from typing import Any
 
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
@@ -287,25 +288,36 @@ def rates(method: str, factors: Sequence[float] = RATES) -> list[float]:
 def sweep_cells(cells: Sequence[Cell]) -> list[Cell]:
     """Every learning rate of everything that runs in `cells`, on the validation corruptions and images.
 
-    What runs at several rates there already is not swept.
+    A rate for a long stream, mixed or never reset, is tried on one of the same kind and of as many domains, for which
+    the validation corruptions come again and again. What runs at several rates already is not swept.
     """
     asked: dict[Any, set[Any]] = {}
     for cell in cells:
         asked.setdefault(_contender(cell), set()).add(dict(cell.settings).get("lr"))
     return [
-        Cell("sweep", m, (c,), settings=(("lr", rate),), batch_size=size, split="validation", training=training)
-        for (m, size, training), found in asked.items()
+        Cell(
+            "sweep", method, domains, settings=(("lr", rate),), batch_size=size, mixed=mixed, reset=reset,
+            split="validation", training=training,
+        )
+        for (method, size, mixed, reset, long, training), found in asked.items()
         if len(found) == 1
-        for c in VALIDATION_CORRUPTIONS
-        for rate in rates(m)
-    ]
+        for domains in _validation(long)
+        for rate in rates(method)
+    ]  # fmt: skip
 
 
 def tuned(cells: Sequence[Cell], sweep: Sequence[Cell], records: Sequence[dict[str, Any]]) -> list[Cell]:
-    """The cells with the learning rates that did best, on average, in the records of the sweep's cells."""
+    """The cells with the learning rates that did best, on average, in the records of the sweep's cells.
+
+    records: of each cell in turn, one for every stretch of its stream that has a domain of its own.
+    """
     scores: dict[Any, dict[float, list[float]]] = {}
-    for cell, record in zip(sweep, records, strict=True):
-        scores.setdefault(_contender(cell), {}).setdefault(dict(cell.settings)["lr"], []).append(record["top1"])
+    found = iter(records)
+    for cell in sweep:
+        parts = list(islice(found, 1 if cell.mixed else len(cell.domains)))
+        scores.setdefault(_contender(cell), {}).setdefault(dict(cell.settings)["lr"], []).extend(
+            record["top1"] for record in parts
+        )
     result = []
     for cell in cells:
         if tried := scores.get(_contender(cell)):
@@ -316,8 +328,17 @@ def tuned(cells: Sequence[Cell], sweep: Sequence[Cell], records: Sequence[dict[s
     return result
 
 
-def _contender(cell: Cell) -> tuple[str, int, Training | None]:
-    return cell.method, cell.batch_size, cell.training
+def _contender(cell: Cell) -> tuple[str, int, bool, str, int, Training | None]:
+    """The same for cells that share a learning rate."""
+    long = len(cell.domains) if cell.mixed or cell.reset == "never" else 1
+    return cell.method, cell.batch_size, cell.mixed, cell.reset, long, cell.training
+
+
+def _validation(long: int) -> list[tuple[str, ...]]:
+    """The domains of the streams to try rates on: one corruption each, or so many in one."""
+    if long == 1:
+        return [(name,) for name in VALIDATION_CORRUPTIONS]
+    return [tuple(islice(cycle(VALIDATION_CORRUPTIONS), long))]
 
 
 # --- building blocks: a stream is a dict of a cell's fields
