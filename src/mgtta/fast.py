@@ -213,6 +213,7 @@ class _Captured:
                 run()
         torch.cuda.current_stream(x.device).wait_stream(stream)
         torch.cuda.synchronize(x.device)
+        _clear_workspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(x.device)
         before, held = torch.cuda.memory_allocated(x.device), torch.cuda.memory_reserved(x.device)
@@ -222,6 +223,7 @@ class _Captured:
             torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
         ):
             self.logits, self.about = run()
+        _clear_workspaces()
         self.bytes = torch.cuda.max_memory_allocated(x.device) - before
         self.held = torch.cuda.memory_reserved(x.device) - held
         torch.cuda.reset_peak_memory_stats(x.device)
@@ -230,6 +232,11 @@ class _Captured:
         self.x.copy_(x, non_blocking=True)
         self.graph.replay()
         return self.logits.clone(), self.about.clone()
+
+
+def _clear_workspaces() -> None:
+    """Give back what cuBLAS keeps for each stream, so that a graph's own lies among the graph's tensors, once."""
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 # --- what is compiled, beside the network
