@@ -32,7 +32,8 @@ MEMORY = 16  # batches that c and v look back on
 @torch.no_grad()
 def summary(logits: Tensor, features: Sequence[Tensor]) -> Tensor:
     """What a schedule goes by: the means over the batch of each layer's features, s; and of the entropy, (D + 1,)."""
-    return torch.cat([*(f.detach().mean(0) for f in features), entropy(logits.detach()).mean().unsqueeze(0)])
+    means = torch.cat([f.detach() for f in features], 1).mean(0)
+    return torch.cat([means, entropy(logits.detach()).mean().unsqueeze(0)])
 
 
 @dataclass
