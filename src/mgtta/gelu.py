@@ -20,48 +20,45 @@ except ImportError:  # torch for the CPU comes without it
     triton = None
 
 LOWEST, STEPS = -0.13, 202.0  # the slope lies in [-0.129, 1.129]
-
-
-def gelu(x: Tensor) -> Tensor:
-    """x Phi(x), in x's dtype."""
-    z = x.float()
-    return (z * _below(z, torch.exp(-0.5 * z * z))).to(x.dtype)
+BLOCK = 1024  # values that a program of the kernel takes
 
 
 def gelu_linear(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """GELU of h W^T + b, where W and b get no gradients and that of h is up to the rounding of the slope."""
-    return _GeluLinear.apply(h, weight, bias)
+    if torch.is_grad_enabled():
+        return _GeluLinear.apply(h, weight, bias)
+    return gelu_and_slope(h, weight, bias, False)[0]
 
 
 class _GeluLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y, slope = gelu_and_slope(h, weight, bias)
+        y, slope = gelu_and_slope(h, weight, bias, True)
         ctx.save_for_backward(slope, weight)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         slope, weight = ctx.saved_tensors
-        return (grad.float() * (slope.float() / STEPS + LOWEST)).to(grad.dtype) @ weight, None, None
+        return (grad.float() * (slope.float() * (1 / STEPS) + LOWEST)).to(grad.dtype) @ weight, None, None
 
 
 @torch.library.custom_op("mgtta::gelu_and_slope", mutates_args=())
-def gelu_and_slope(h: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """GELU of h W^T + b, and its slope in steps of 1 / STEPS from LOWEST on."""
+def gelu_and_slope(h: Tensor, weight: Tensor, bias: Tensor | None, sloped: bool) -> tuple[Tensor, Tensor]:
+    """GELU of h W^T + b; and where it is asked for its slope, in steps of 1 / STEPS from LOWEST on."""
     x = F.linear(h, weight, bias)
     if not x.is_cuda or triton is None:
-        return plain_gelu_and_slope(x)
-    slope = torch.empty_like(x, dtype=torch.uint8)
-    block = 1024
-    _kernel[(triton.cdiv(x.numel(), block),)](x, slope, x.numel(), LOWEST=LOWEST, STEPS=STEPS, BLOCK=block, num_warps=4)
+        y, slope = plain_gelu_and_slope(x)
+        return y, slope if sloped else slope.new_empty(0)
+    slope = x.new_empty(x.shape if sloped else 0, dtype=torch.uint8)
+    _kernel[(triton.cdiv(x.numel(), BLOCK),)](x, slope, x.numel(), LOWEST, STEPS, sloped, BLOCK, num_warps=4)
     return x, slope
 
 
 @gelu_and_slope.register_fake
-def _(h: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _(h: Tensor, weight: Tensor, bias: Tensor | None, sloped: bool) -> tuple[Tensor, Tensor]:
     y = h.new_empty(*h.shape[:-1], len(weight))
-    return y, torch.empty_like(y, dtype=torch.uint8)
+    return y, y.new_empty(y.shape if sloped else 0, dtype=torch.uint8)
 
 
 def plain_gelu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,7 +71,7 @@ def plain_gelu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _below(z: Tensor, density: Tensor) -> Tensor:
-    """Phi(z), from exp(-z^2 / 2)."""
+    """Phi(z), from density = exp(-z^2 / 2)."""
     t = 1 / (1 + (0.3275911 / math.sqrt(2)) * z.abs())
     series = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
     beyond = 0.5 * series * density  # of |z|
@@ -84,7 +81,10 @@ def _below(z: Tensor, density: Tensor) -> Tensor:
 if triton is not None:
 
     @triton.jit
-    def _kernel(x, slope, size, LOWEST: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    def _kernel(
+        x, slope, size,
+        lowest: tl.constexpr, steps: tl.constexpr, sloped: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < size
         z = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -94,5 +94,6 @@ if triton is not None:
         beyond = series * density
         below = tl.where(z < 0, beyond, 1 - beyond)
         tl.store(x + at, (z * below).to(x.dtype.element_ty), mask=inside)
-        steps = (below + z * density * 0.3989422804014327) * STEPS + (0.5 - LOWEST * STEPS)
-        tl.store(slope + at, steps.to(tl.uint8), mask=inside)
+        if sloped:
+            kept = (below + z * density * 0.3989422804014327) * steps + (0.5 - lowest * steps)
+            tl.store(slope + at, kept.to(tl.uint8), mask=inside)

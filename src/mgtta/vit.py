@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mgtta._timm import timm
-from mgtta.gelu import gelu, gelu_linear
+from mgtta.gelu import gelu_linear
 from mgtta.kernels import norm_backward, qkv_backward
 from mgtta.lowered import How
 from mgtta.models import Classifier
@@ -121,7 +121,7 @@ def _embed(model: Classifier, x: Tensor) -> Tensor:
 
 def _begin(model: Classifier, block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """The first block's normed tokens and its tokens, both (N, L, d)."""
-    return _norm(block.norm1, _embed(model, x), keep)[:2]
+    return _norm(block.norm1, _embed(model, x), keep, tapped=False)[:2]
 
 
 def _block(block: Any, following: Any, h: Tensor, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,27 +167,28 @@ def _end(
 
 
 def _mlp(block: Any, x: Tensor, keep: torch.dtype | None, last: Any = F.linear) -> Tensor:
-    h, x, _ = _norm(block.norm2, x, keep)
+    h, x, _ = _norm(block.norm2, x, keep, tapped=False)
     first, second = block.mlp.fc1, block.mlp.fc2
-    if not torch.is_grad_enabled():
-        h = gelu(first(h))
-    else:
-        h = F.gelu(first(h)) if keep is None else gelu_linear(h, first.weight, first.bias)
+    h = F.gelu(first(h)) if keep is None else gelu_linear(h, first.weight, first.bias)
     return x + block.ls2(last(h, second.weight, second.bias))
 
 
 # --- what is kept for the way back
 
 
-def _norm(layer: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
-    """LayerNorm of x in float32, rounded to x's dtype; x itself; and the first token of the former, not rounded."""
+def _norm(layer: Any, x: Tensor, keep: torch.dtype | None, tapped: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """LayerNorm of x in float32, rounded to x's dtype; x itself; and the first token of the former, not rounded.
+
+    Args:
+        tapped: whether the last one is read.
+    """
     if not torch.is_grad_enabled():
         _, _, h, tap = _normed(x, layer.weight, layer.bias, layer.eps)
         return h, x, tap
     if keep is None:
         h = F.layer_norm(x.float(), layer.normalized_shape, layer.weight, layer.bias, layer.eps)
         return h.to(x.dtype), x, h[:, 0]
-    return _Norm.apply(x, layer.weight, layer.bias, layer.eps, keep)
+    return _Norm.apply(x, layer.weight, layer.bias, layer.eps, keep, tapped)
 
 
 def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -207,16 +208,17 @@ class _Norm(torch.autograd.Function):
     found in one pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dtype) -> Any:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dtype, tapped: bool) -> Any:
         z, scale, h, tap = _normed(x, weight, bias, eps)
         ctx.save_for_backward(z.to(keep), scale, weight)
+        ctx.tapped = tapped
         return h, x.view_as(x), tap
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         z, scale, weight = ctx.saved_tensors
         grad, through, tap = grads
-        return *norm_backward(grad, z, scale, weight, through, tap), None, None
+        return *norm_backward(grad, z, scale, weight, through, tap if ctx.tapped else None), None, None, None
 
 
 class _QKV(torch.autograd.Function):
