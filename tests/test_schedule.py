@@ -8,7 +8,7 @@ import torch
 from conftest import CLASSES, confident_vit, images, random_generator
 
 import mgtta
-from mgtta import schedule
+
 from mgtta.files import read_tree, write_tree
 from mgtta.schedule import BURST, REST, Schedule, summary
 
@@ -97,7 +97,7 @@ def test_a_stream_with_one_shift(name, precision):
 def test_a_stride_is_a_longer_step(precision, monkeypatch):
     ways = []
     for stride in (1.0, 3.0):
-        monkeypatch.setattr(schedule, "STRIDE", stride)
+        monkeypatch.setattr("mgtta.schedule.STRIDE", stride)
         method = make(precision=precision)
         start = method.state_dict()["params"]
         method(images(8))
