@@ -8,7 +8,6 @@ import torch
 from conftest import CLASSES, confident_vit, images, random_generator
 
 import mgtta
-
 from mgtta.files import read_tree, write_tree
 from mgtta.schedule import BURST, REST, Schedule, summary
 
