@@ -259,16 +259,20 @@ _COMPILED: dict[Callable[..., Any], Callable[..., Any]] = {}  # shared, so that 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     if function not in _COMPILED:
-        _COMPILED[function] = torch.compile(function, dynamic=False)
+        _COMPILED[function] = partial(_within_limits, torch.compile(function, dynamic=False))
     return _COMPILED[function]
+
+
+def _within_limits(compiled: Callable[..., Any], *args: Any) -> Any:
+    """What it gives, under limits of our own in every thread: the way back is another than the way there."""
+    with torch._dynamo.config.patch(recompile_limit=RECOMPILES, accumulated_recompile_limit=RECOMPILES):
+        return compiled(*args)
 
 
 def _compiling(device: torch.device) -> ExitStack:
     stack = ExitStack()
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")  # torch's, about itself
-    limits = {"recompile_limit": RECOMPILES, "accumulated_recompile_limit": RECOMPILES}
-    stack.enter_context(torch._dynamo.config.patch(limits))
     stack.enter_context(_attention(device))
     return stack
 
