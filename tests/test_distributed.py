@@ -194,7 +194,7 @@ def _refused_cells(folder, group):
 def _same_images(rank, group):
     """Features without a spread: the gradient of a standard deviation of 0 is nothing, and no NaN."""
     f = share(torch.full((5, 4), 0.3, dtype=torch.float64), rank, K).requires_grad_()
-    _, [(mean, std)] = Ranks(group).moments(f[:, 0], [f], [torch.zeros(4, dtype=torch.float64)])
+    _, (mean, std) = Ranks(group).moments(f[:, 0], f, torch.zeros(4, dtype=torch.float64))
     (grad,) = torch.autograd.grad((std - 1).square().sum(), f)
     return [mean, std, grad]
 

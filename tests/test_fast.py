@@ -261,18 +261,6 @@ def test_a_plain_vit_is_the_same_block_by_block():
             assert (a - b).norm() < tolerance * b.norm()
 
 
-def test_gelu_and_its_slope():
-    x = torch.linspace(-9, 9, 4001, dtype=torch.float64, requires_grad=True)
-    expected = torch.nn.functional.gelu(x)
-    [slope] = torch.autograd.grad(expected.sum(), x)
-    found = plain._gelu_and_slope(x.detach().float())
-    torch.testing.assert_close(found[0].double(), expected, atol=2e-6, rtol=1e-6)
-    torch.testing.assert_close(found[1].double(), slope, atol=2e-6, rtol=1e-6)
-    z = x.detach().float().requires_grad_()
-    [kept] = torch.autograd.grad(plain._Gelu.apply(z).sum(), z)
-    assert (kept.double() - slope).abs().max() < 0.003
-
-
 def test_which_networks_go_block_by_block():
     assert plain.ViT.fits(mgtta.load_model(vit()))
     assert plain.ViT.fits(mgtta.load_model("glyphs_plain"))
@@ -291,14 +279,15 @@ def test_which_networks_go_block_by_block():
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's, about itself
-def test_it_compiles_in_one_piece_each():
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_it_compiles_in_one_piece_each(low_memory):
     """By torch's tracer, without a compiler, which would take long: no graph breaks."""
     compiled = {}
 
     def how(function):
         return compiled.setdefault(function, torch.compile(function, dynamic=False, backend="eager", fullgraph=True))
 
-    method, x = make("mgtta"), images(8)
+    method, x = make("mgtta", low_memory=low_memory), images(8)
     twin = copy.deepcopy(method)
     expected = [method(x) for _ in range(2)]
     twin.fast._lay_out(twin, x)

@@ -21,6 +21,7 @@ SCRIPT = Path(__file__).parent.parent / "benchmarks" / "speed.py"
 def test_parts(words, heading, row, tmp_path, monkeypatch):
     small = ["--quick", "--rounds", "1", "--batch", "2", "--device", "cpu", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["speed.py", *small, *words])
+    monkeypatch.syspath_prepend(SCRIPT.parent)
     runpy.run_path(str(SCRIPT), run_name="__main__")
     page = (tmp_path / "speed.md").read_text()
     assert heading in page

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 TIMEOUT = 300.0  # seconds that a rank waits for the others
-Moments = list[tuple[Tensor, Tensor | None]]
+Moments = tuple[Tensor, Tensor | None]  # mean and unbiased std, which one image does not have
 
 
 class RankError(RuntimeError):
@@ -50,11 +50,12 @@ class Alone:
         """The mean over the images of all ranks, (n, ...) -> (...), differentiable; None where there are none."""
         return values.mean(0) if len(values) else None
 
-    def moments(self, values: Tensor, features: Sequence[Tensor], around: Sequence[Tensor]) -> tuple[Tensor, Moments]:
-        """The mean of `values` (n,) and the moments of features, over the images of all ranks; differentiable.
+    def moments(self, values: Tensor, features: Tensor, around: Tensor) -> tuple[Tensor, Moments]:
+        """The mean of `values` (n,) and the moments (D,) of features (n, D), over the images of all ranks;
+        differentiable.
 
         Args:
-            around: for each layer a point (d_i,) near its features, the same on all ranks.
+            around: a point (D,) near the features, the same on all ranks.
         """
         return values.mean(), moments(features)
 
@@ -119,14 +120,11 @@ class Ranks(Alone):
         total, count = self._sums([values.sum(0), _count(values)])
         return total / count if count else None
 
-    def moments(self, values: Tensor, features: Sequence[Tensor], around: Sequence[Tensor]) -> tuple[Tensor, Moments]:
-        apart = [f - a for f, a in zip(features, around, strict=True)]  # sums around a near point lose no digits
-        parts = [values.sum(), _count(values), *(f.sum(0) for f in apart), *(f.square().sum(0) for f in apart)]
-        total, count, *sums = self._sums(parts)
-        first, second = sums[: len(apart)], sums[len(apart) :]
-        mean = [a + s / count for a, s in zip(around, first, strict=True)]
-        std = [_std(s, q, count) if count > 1 else None for s, q in zip(first, second, strict=True)]
-        return total / count, list(zip(mean, std, strict=True))
+    def moments(self, values: Tensor, features: Tensor, around: Tensor) -> tuple[Tensor, Moments]:
+        apart = features - around  # sums around a near point lose no digits
+        parts = [values.sum(), _count(values), apart.sum(0), apart.square().sum(0)]
+        total, count, first, second = self._sums(parts)
+        return total / count, (around + first / count, _std(first, second, count) if count > 1 else None)
 
     def average(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         found = [g for g in grads if g is not None]
@@ -224,9 +222,9 @@ class _Sum(torch.autograd.Function):
         return ctx.size * grad, None
 
 
-def moments(features: Sequence[Tensor]) -> Moments:
-    """For each layer mean and unbiased std (d_i,) of its features (n, d_i); one image has no std."""
-    return [(f.mean(0), f.std(0) if len(f) > 1 else None) for f in features]
+def moments(features: Tensor) -> Moments:
+    """Mean and unbiased std (D,) of features (n, D)."""
+    return features.mean(0), features.std(0) if len(features) > 1 else None
 
 
 def _count(values: Tensor) -> Tensor:

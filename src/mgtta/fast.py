@@ -104,7 +104,7 @@ class Fast:
         method.model.check(x)
         self._lay_out(method, x)
         assert self.flat is not None
-        self.flat.take_in()
+        self.flat.take_in(method.stride)
         if method._updates != self.known:  # a reset, a load or a guard has set it
             self.known = method._updates
             self.flat.age.fill_(self.known)
@@ -213,6 +213,7 @@ class _Captured:
                 run()
         torch.cuda.current_stream(x.device).wait_stream(stream)
         torch.cuda.synchronize(x.device)
+        _clear_workspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(x.device)
         before, held = torch.cuda.memory_allocated(x.device), torch.cuda.memory_reserved(x.device)
@@ -222,6 +223,7 @@ class _Captured:
             torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
         ):
             self.logits, self.about = run()
+        _clear_workspaces()
         self.bytes = torch.cuda.max_memory_allocated(x.device) - before
         self.held = torch.cuda.memory_reserved(x.device) - held
         torch.cuda.reset_peak_memory_stats(x.device)
@@ -230,6 +232,11 @@ class _Captured:
         self.x.copy_(x, non_blocking=True)
         self.graph.replay()
         return self.logits.clone(), self.about.clone()
+
+
+def _clear_workspaces() -> None:
+    """Give back what cuBLAS keeps for each stream, so that a graph's own lies among the graph's tensors, once."""
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 # --- what is compiled, beside the network
@@ -252,16 +259,20 @@ _COMPILED: dict[Callable[..., Any], Callable[..., Any]] = {}  # shared, so that 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     if function not in _COMPILED:
-        _COMPILED[function] = torch.compile(function, dynamic=False)
+        _COMPILED[function] = partial(_within_limits, torch.compile(function, dynamic=False))
     return _COMPILED[function]
+
+
+def _within_limits(compiled: Callable[..., Any], *args: Any) -> Any:
+    """What it gives, under limits of our own in every thread: the way back is another than the way there."""
+    with torch._dynamo.config.patch(recompile_limit=RECOMPILES, accumulated_recompile_limit=RECOMPILES):
+        return compiled(*args)
 
 
 def _compiling(device: torch.device) -> ExitStack:
     stack = ExitStack()
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")  # torch's, about itself
-    limits = {"recompile_limit": RECOMPILES, "accumulated_recompile_limit": RECOMPILES}
-    stack.enter_context(torch._dynamo.config.patch(limits))
     stack.enter_context(_attention(device))
     return stack
 

@@ -41,7 +41,7 @@ PROGRAMS = 912  # each takes its share of the rows; an H200 has room for all at 
 
 
 def norm_backward(
-    grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor, tap: Tensor
+    grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor, tap: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and bias.
 
@@ -49,21 +49,23 @@ def norm_backward(
         grad: of y, (N, L, d), in which `through` and the gradient of x are, too.
         z: (N, L, d), in any dtype; scale: (N, L, 1).
         through: what else reaches x, past the layer, (N, L, d).
-        tap: what else reaches the y of the first token, (N, d), float32.
+        tap: what else reaches the y of the first token, (N, d), float32; None: nothing.
     """
     if grad.is_cuda and triton is not None:
-        dx, sums = _in_one_pass(grad.contiguous(), z, scale, weight, through.contiguous(), tap.contiguous())
+        tap = None if tap is None else tap.contiguous()
+        dx, sums = _in_one_pass(grad.contiguous(), z, scale, weight, through.contiguous(), tap)
         dw, db = sums.sum(0)
         return dx, dw, db
     return plain_norm_backward(grad, z, scale, weight, through, tap)
 
 
 def plain_norm_backward(
-    grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor, tap: Tensor
+    grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor, tap: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same, as the formulas have it."""
     g, z = grad.float(), z.float()
-    g = torch.cat([g[:, :1] + tap.unsqueeze(1), g[:, 1:]], 1)
+    if tap is not None:
+        g = torch.cat([g[:, :1] + tap.unsqueeze(1), g[:, 1:]], 1)
     gw = g * weight
     dx = scale * (gw - gw.mean(-1, keepdim=True) - z * (gw * z).mean(-1, keepdim=True))
     return (dx + through.float()).to(through.dtype), (g * z).sum((0, 1)), g.sum((0, 1))
@@ -72,7 +74,10 @@ def plain_norm_backward(
 if triton is not None:
 
     @triton.jit
-    def _kernel(grad, z, scale, weight, through, tap, dx, sums, rows, length, d: tl.constexpr, BLOCK: tl.constexpr):
+    def _kernel(
+        grad, z, scale, weight, through, tap, dx, sums, rows, length,
+        d: tl.constexpr, tapped: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         program = tl.program_id(0)
         columns = tl.arange(0, BLOCK)
         inside = columns < d
@@ -85,8 +90,9 @@ if triton is not None:
             x = tl.load(z + at, mask=inside, other=0.0).to(tl.float32)
             r = tl.load(through + at, mask=inside, other=0.0).to(tl.float32)  # all is on its way before any sum
             s = tl.load(scale + row)
-            if row % length == 0:
-                g += tl.load(tap + (row // length) * d + columns, mask=inside, other=0.0)
+            if tapped:  # noqa: SIM102 - decided when the kernel is compiled
+                if row % length == 0:
+                    g += tl.load(tap + (row // length) * d + columns, mask=inside, other=0.0)
             dw += g * x
             db += g
             gw = g * w
@@ -97,13 +103,13 @@ if triton is not None:
 
     @torch.library.triton_op("mgtta::norm_backward", mutates_args={})
     def _in_one_pass(
-        grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor, tap: Tensor
+        grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor, tap: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         n, length, d = grad.shape
         programs = min(PROGRAMS, n * length)
         dx, sums = torch.empty_like(through), grad.new_empty((programs, 2, d), dtype=torch.float32)
         torch.library.wrap_triton(_kernel)[(programs,)](
-            grad, z, scale, weight, through, tap, dx, sums, n * length, length,
-            d=d, BLOCK=triton.next_power_of_2(d), num_warps=4,
+            grad, z, scale, weight, through, scale if tap is None else tap, dx, sums, n * length, length,
+            d=d, tapped=tap is not None, BLOCK=triton.next_power_of_2(d), num_warps=4,
         )  # fmt: skip
         return dx, sums

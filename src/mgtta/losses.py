@@ -31,7 +31,7 @@ def discrepancy(features: Sequence[Tensor], mean: Sequence[Tensor], std: Sequenc
     the pull towards the source's mean is defined there, while the spread cannot be judged from one image.
     """
     _check_layers(features, mean)
-    return _distance(moments(features), mean, std)
+    return _distance(moments(torch.cat(list(features), 1)), torch.cat(list(mean)), torch.cat(list(std)))
 
 
 def objective(
@@ -50,17 +50,16 @@ def objective(
         ranks: those who hold a share of the batch each; means and deviations are over all of it.
     """
     _check_layers(features, mean)
-    mean_entropy, found = ranks.moments(entropy(logits), features, mean)
-    return mean_entropy + trade_off / 64 * _distance(found, mean, std)
+    around = torch.cat(list(mean))
+    mean_entropy, found = ranks.moments(entropy(logits), torch.cat(list(features), 1), around)
+    return mean_entropy + trade_off / 64 * _distance(found, around, torch.cat(list(std)))
 
 
-def _distance(found: Moments, mean: Sequence[Tensor], std: Sequence[Tensor]) -> Tensor:
-    total = torch.zeros((), dtype=found[0][0].dtype, device=found[0][0].device)
-    for (m, s), mu, sigma in zip(found, mean, std, strict=True):  # all (d_i,)
-        total = total + (m - mu).square().sum()
-        if s is not None:
-            total = total + (s - sigma).square().sum()
-    return total
+def _distance(found: Moments, mean: Tensor, std: Tensor) -> Tensor:
+    """Of moments from others, all layers one after another, (D,)."""
+    m, s = found
+    total = (m - mean).square().sum()
+    return total if s is None else total + (s - std).square().sum()
 
 
 def _check_layers(features: Sequence[Tensor], mean: Sequence[Tensor]) -> None:

@@ -6,25 +6,24 @@ The same function as the module's own, written so that little is computed and le
 - The way back needs of a norm layer its normalised input, which is kept as float8 (8 bits, of any size), and of GELU
   its slope, kept in 256 steps. Both are rounded for the gradient alone, by 3 % and 0.3 % of a typical value.
 - One block is compiled for all.
+- With little memory a block keeps its input alone. On the way back it is run again, but for the last product.
 
 Shapes: N images, L tokens, d features, h hidden features of the MLP.
 """
 
-import math
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from mgtta._timm import timm
+from mgtta.gelu import gelu_linear
 from mgtta.kernels import norm_backward, qkv_backward
 from mgtta.lowered import How
 from mgtta.models import Classifier
 
-LOWEST, STEPS = -0.13, 202.0  # GELU's slope lies in [-0.129, 1.129]
 SMALL: torch.dtype | None = torch.float8_e4m3fn  # how normalised inputs are kept; None: all is kept as torch does
 
 
@@ -60,7 +59,7 @@ class ViT:
         if self.recompute and torch.is_grad_enabled():
             x = how(_embed)(self.model, x)
             for block in early:
-                x, tap = how(_block_again)(block, x, self.keep)
+                x, tap = _Again.apply(x, how, block, self.keep, *_norms(block))
                 taps.append(tap)
             h, x, tap = how(_norm)(last.norm1, x, self.keep)
             taps = [*taps[1:], tap] if early else []
@@ -122,7 +121,7 @@ def _embed(model: Classifier, x: Tensor) -> Tensor:
 
 def _begin(model: Classifier, block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """The first block's normed tokens and its tokens, both (N, L, d)."""
-    return _norm(block.norm1, _embed(model, x), keep)[:2]
+    return _norm(block.norm1, _embed(model, x), keep, tapped=False)[:2]
 
 
 def _block(block: Any, following: Any, h: Tensor, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,21 +129,23 @@ def _block(block: Any, following: Any, h: Tensor, x: Tensor, keep: torch.dtype |
     return _norm(following.norm1, _through(block, h, x, keep), keep)
 
 
-def _block_again(block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """From a block's tokens to the following one's, and its own tap; all but x is computed again on the way back."""
-
-    def run(x: Tensor) -> tuple[Tensor, Tensor]:
-        h, x, tap = _norm(block.norm1, x, keep)
-        return _through(block, h, x, keep), tap
-
-    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
+def _whole(block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """From a block's tokens to the following one's, and its own tap."""
+    h, x, tap = _norm(block.norm1, x, keep)
+    return _through(block, h, x, keep), tap
 
 
-def _through(block: Any, h: Tensor, x: Tensor, keep: torch.dtype | None) -> Tensor:
+def _for_the_way_back(block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """The same, for its gradients alone: the tokens' values are not computed to the end."""
+    h, x, tap = _norm(block.norm1, x, keep)
+    return _through(block, h, x, keep, last=_Unseen.apply), tap
+
+
+def _through(block: Any, h: Tensor, x: Tensor, keep: torch.dtype | None, last: Any = F.linear) -> Tensor:
     attn, (n, length, _) = block.attn, x.shape
     q, k, v = _QKV.apply(h, attn.qkv.weight, attn.qkv.bias, attn.num_heads)
     a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, length, -1)
-    return _mlp(block, x + block.ls1(attn.proj(a)), keep)
+    return _mlp(block, x + block.ls1(attn.proj(a)), keep, last)
 
 
 def _end(
@@ -165,20 +166,41 @@ def _end(
     return logits if classes is None else logits[:, classes], tap
 
 
-def _mlp(block: Any, x: Tensor, keep: torch.dtype | None) -> Tensor:
-    h, x, _ = _norm(block.norm2, x, keep)
-    return x + block.ls2(block.mlp.fc2(_gelu(block.mlp.fc1(h), keep)))
+def _mlp(block: Any, x: Tensor, keep: torch.dtype | None, last: Any = F.linear) -> Tensor:
+    h, x, _ = _norm(block.norm2, x, keep, tapped=False)
+    first, second = block.mlp.fc1, block.mlp.fc2
+    h = F.gelu(first(h)) if keep is None else gelu_linear(h, first.weight, first.bias)
+    return x + block.ls2(last(h, second.weight, second.bias))
 
 
 # --- what is kept for the way back
 
 
-def _norm(layer: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
-    """LayerNorm of x in float32, rounded to x's dtype; x itself; and the first token of the former, not rounded."""
-    if keep is None or not torch.is_grad_enabled():
+def _norm(layer: Any, x: Tensor, keep: torch.dtype | None, tapped: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """LayerNorm of x in float32, rounded to x's dtype; x itself; and the first token of the former, not rounded.
+
+    Args:
+        tapped: whether the last one is read.
+    """
+    if not torch.is_grad_enabled():
+        _, _, h, tap = _normed(x, layer.weight, layer.bias, layer.eps)
+        return h, x, tap
+    if keep is None:
         h = F.layer_norm(x.float(), layer.normalized_shape, layer.weight, layer.bias, layer.eps)
-        return h.to(x.dtype), x, h[:, 0].clone()  # a view would keep all of h
-    return _Norm.apply(x, layer.weight, layer.bias, layer.eps, keep)
+        return h.to(x.dtype), x, h[:, 0]
+    return _Norm.apply(x, layer.weight, layer.bias, layer.eps, keep, tapped)
+
+
+def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The normalised x; 1 / std of its rows; LayerNorm of x in x's dtype; and the latter's first token in float32.
+
+    The first token is computed by itself: taken from the whole, it would have a compiler write all of it in float32.
+    """
+    mean = x.float().mean(-1, keepdim=True)
+    scale = ((x.float() - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
+    z = (x.float() - mean) * scale
+    tap = (x[:, 0].float() - mean[:, 0]) * scale[:, 0] * weight + bias
+    return z, scale, (z * weight + bias).to(x.dtype), tap
 
 
 class _Norm(torch.autograd.Function):
@@ -186,19 +208,17 @@ class _Norm(torch.autograd.Function):
     found in one pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dtype) -> Any:
-        centred = x.float() - x.float().mean(-1, keepdim=True)
-        scale = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
-        z = centred * scale
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dtype, tapped: bool) -> Any:
+        z, scale, h, tap = _normed(x, weight, bias, eps)
         ctx.save_for_backward(z.to(keep), scale, weight)
-        h = z * weight + bias
-        return h.to(x.dtype), x.view_as(x), h[:, 0].clone()
+        ctx.tapped = tapped
+        return h, x.view_as(x), tap
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         z, scale, weight = ctx.saved_tensors
         grad, through, tap = grads
-        return *norm_backward(grad, z, scale, weight, through, tap), None, None
+        return *norm_backward(grad, z, scale, weight, through, tap if ctx.tapped else None), None, None, None
 
 
 class _QKV(torch.autograd.Function):
@@ -215,36 +235,37 @@ class _QKV(torch.autograd.Function):
         return qkv_backward(*grads, *ctx.saved_tensors), None, None, None
 
 
-def _gelu(x: Tensor, keep: torch.dtype | None) -> Tensor:
-    if keep is None:
-        return F.gelu(x)
-    return _Gelu.apply(x) if torch.is_grad_enabled() else _gelu_and_slope(x)[0]
-
-
-class _Gelu(torch.autograd.Function):
-    """GELU that keeps its slope in 8 bits."""
+class _Unseen(torch.autograd.Function):
+    """A frozen layer of whose output only the gradient matters: its values are zeros, in one place for all."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y, slope = _gelu_and_slope(x)
-        ctx.save_for_backward((slope * STEPS + (0.5 - LOWEST * STEPS)).to(torch.uint8))
-        return y
+    def forward(ctx: Any, x: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x.new_zeros(()).expand(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        [kept] = ctx.saved_tensors
-        return (grad.float() * (kept.float() / STEPS + LOWEST)).to(grad.dtype)
+        [weight] = ctx.saved_tensors
+        return grad @ weight, None, None
 
 
-def _gelu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x Phi(x) in x's dtype, and its derivative in float32, from one exponential.
+class _Again(torch.autograd.Function):
+    """A block that keeps its input alone; what it computes, and computes again on the way back, is compiled."""
 
-    Phi is the normal distribution, by Abramowitz and Stegun, 7.1.26, to 1.5e-7.
-    """
-    z = x.float()
-    density = torch.exp(-0.5 * z * z)
-    t = 1 / (1 + (0.3275911 / math.sqrt(2)) * z.abs())
-    series = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
-    beyond = 0.5 * series * density  # of |z|
-    below = torch.where(z < 0, beyond, 1 - beyond)
-    return (z * below).to(x.dtype), below + z * density / math.sqrt(2 * math.pi)
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: How, block: Any, keep: torch.dtype | None, *_: Tensor) -> Any:
+        ctx.save_for_backward(x)
+        ctx.how, ctx.block, ctx.keep = how, block, keep
+        return how(_whole)(block, x, keep)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, norms = ctx.saved_tensors[0].detach().requires_grad_(), _norms(ctx.block)
+        with torch.enable_grad():
+            outputs = ctx.how(_for_the_way_back)(ctx.block, x, ctx.keep)
+        found = iter(torch.autograd.grad(outputs, [x, *(p for p in norms if p.requires_grad)], grads))
+        return next(found), None, None, None, *(next(found) if p.requires_grad else None for p in norms)
+
+
+def _norms(block: Any) -> list[Tensor]:
+    return [*block.norm1.parameters(), *block.norm2.parameters()]

@@ -83,11 +83,15 @@ class FlatStep:
         return [self.theta, *self.state, self.t, self.age, self.counts]
 
     @torch.no_grad()
-    def take_in(self) -> None:
-        """Whatever the optimizer's settings and state have become since, by a reset, a load or a guard."""
+    def take_in(self, stride: float = 1.0) -> None:
+        """Whatever the optimizer's settings and state have become since, by a reset, a load or a guard.
+
+        Args:
+            stride: what the learning rate of the next steps is multiplied by.
+        """
         self.settings = self.optimizer.param_groups[0]
-        if self.settings["lr"] != self._lr:
-            self._lr = self.settings["lr"]
+        if self.settings["lr"] * stride != self._lr:
+            self._lr = self.settings["lr"] * stride
             self.lr.fill_(self._lr)
         if self.optimizer.state is self._known:  # loading puts another in its place
             return

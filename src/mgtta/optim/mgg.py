@@ -107,12 +107,18 @@ class MGG(Optimizer):
         exp_avg, exp_avg_sq, memory = self._flat(params)
         grad = torch.cat([p.grad.flatten() for p in params if p.grad is not None])
         inputs, *moments = generator_inputs(grad, exp_avg, exp_avg_sq, step, group["betas"], group["eps"])
-        update, written = self.generator.to(grad.device, grad.dtype)(inputs, memory)
+        update, written = self._generator_like(grad)(inputs, memory)
         for old, new in zip((exp_avg, exp_avg_sq, memory), (*moments, written), strict=True):
             old.copy_(new)
         parts = [part.view_as(p) for p, part in zip(params, update.split([p.numel() for p in params]), strict=True)]
         torch._foreach_sub_(params, parts, alpha=group["lr"])  # Eq. 2
         torch._foreach_add_([self.state[p]["step"] for p in params], 1)
+
+    def _generator_like(self, grad: Tensor) -> MetaGradientGenerator:
+        weight = self.generator.o_proj.weight
+        if (weight.device, weight.dtype) != (grad.device, grad.dtype):  # to look costs a tenth of asking every weight
+            self.generator.to(grad.device, grad.dtype)
+        return self.generator
 
     def _flat(self, params: list[Tensor]) -> list[Tensor]:
         """The moments (n,) and the memory (n, width) of all these parameters, of which `state[p]` holds views.

@@ -1,0 +1,147 @@
+"""The pages of benchmarks/speed.py: its figures as markdown and as a plot."""
+
+from pathlib import Path
+from typing import Any
+
+from mgtta.files import atomic
+
+PARTS = ("step", "growth", "data", "accuracy")
+BATCHES = 782  # of 64 images: the 50,000 of one corruption
+ALONE = "the generator's step"  # and three ways to take it
+WAYS = ("as released, parameter by parameter", "batched", "fast path")
+
+
+def page(result: dict[str, Any]) -> str:
+    makers = {"step": step_page, "growth": growth_page, "data": data_page, "accuracy": accuracy_page}
+    parts = [
+        f"{makers[name](part)}\n\nCommand: `{part['command']}` ({part['where']}, torch {part['torch']})"
+        for key, part in sorted(result.items(), key=lambda item: PARTS.index(item[0].split()[0]))
+        for name in [key.split()[0]]
+    ]
+    return "\n\n".join(["# Speed", *parts]) + "\n"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *rows])
+
+
+def step_page(part: dict[str, Any]) -> str:
+    rows, batch, gpu = part["rows"], part["batch"], part["gpu"]
+    plain = {row["precision"]: row["seconds"] for row in rows if row["name"] == "NoAdapt"}
+    lines = []
+    for row in rows:
+        alone, base = row["name"].startswith(ALONE), plain.get(row["precision"])
+        lines.append(
+            [
+                row["name"],
+                row["precision"],
+                *([f"{1e3 * row['seconds']:.2f}"] if gpu else []),
+                "" if base is None else f"{row['seconds'] / base:.3f}",
+                "" if alone else f"{batch / row['seconds']:,.0f}",
+                *(["" if alone else f"{row['peak'] / 1e6:,.0f}"] if gpu else []),
+            ]
+        )
+    times = ["ms", "times NoAdapt", "images/s", "peak MB"] if gpu else ["times NoAdapt", "images/s"]
+    head = ["", "precision", *times]
+    text = f"## A step: {part['model']}, batch {batch}, n = {part['n']:,}\n\n{table(head, lines)}"
+    return f"{text}\n\n{_bars(part)}"
+
+
+def _bars(part: dict[str, Any]) -> str:
+    """The figures that the rows come to."""
+    found = {(row["name"], row["precision"]): row for row in part["rows"]}
+    precision = "bf16" if ("MGTTA", "bf16") in found else "fp32"
+    whole, plain = found["MGTTA", precision]["seconds"], found["NoAdapt", precision]["seconds"]
+    generator = found[f"{ALONE}, {WAYS[-1]}", "fp32"]["seconds"]
+    ratios = f"{whole / plain:.2f} times NoAdapt, {whole / found['TENT', precision]['seconds']:.3f} times TENT"
+    absolute = f"{1e3 * whole:.2f} ms a batch, 50,000 images in {whole * 50000 / part['batch']:.1f} s; "
+    lines = [
+        f"MGTTA in {precision}: {absolute if part['gpu'] else ''}{ratios}.",
+        f"The optimizer takes {100 * generator / whole:.1f} % of the step.",
+    ]
+    if spent := found.get(("MGTTA, budget spent", precision)):
+        limited = (50 * whole + (BATCHES - 50) * spent["seconds"]) / (BATCHES * plain)
+        lines.append(
+            f"With `max_updates=50`, {BATCHES} batches take {limited:.3f} times NoAdapt: (50 steps + {BATCHES - 50} "
+            "predictions) / NoAdapt, from the medians."
+        )
+    if low := found.get(("MGTTA, low memory", precision)):
+        lines.append(f"With low memory a step takes {low['seconds'] / whole:.2f} times as long.")
+    if part["gpu"]:
+        held = found["MGTTA", precision]["graphs hold"], found["MGTTA, low memory", precision]["graphs hold"]
+        lines.append(
+            f"The CUDA graphs of a step and of a prediction have {held[0] / 1e6:,.0f} MB reserved, gaps included; with "
+            f"low memory {held[1] / 1e6:,.0f} MB."
+        )
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def growth_page(part: dict[str, Any]) -> str:
+    lines = []
+    for case in part["rows"]:
+        plain, whole, generator = case["rows"]
+        lines.append(
+            [
+                case["model"], str(case["batch"]), f"{case['n']:,}", f"{1e3 * plain['seconds']:.2f}",
+                f"{1e3 * whole['seconds']:.2f}", f"{whole['seconds'] / plain['seconds']:.2f}",
+                f"{case['batch'] / whole['seconds']:,.0f}", f"{1e3 * generator['seconds']:.3f}",
+                f"{100 * generator['seconds'] / whole['seconds']:.1f}",
+                *([f"{whole['peak'] / 1e6:,.0f}"] if part["gpu"] else []),
+            ]
+        )  # fmt: skip
+    head = ["model", "batch", "n", "NoAdapt ms", "MGTTA ms", "ratio", "images/s", "generator ms", "its share, %"]
+    head += ["peak MB"] if part["gpu"] else []
+    sizes = [[str(row["hidden_size"]), f"{1e3 * row['seconds']:.3f}"] for row in part["hidden"]]
+    model = part["rows"][2]["model"]
+    return (
+        f"## As work grows\n\n{table(head, lines)}\n\n![Time and memory](speed.svg)\n\n"
+        f"The generator's step for {model}, by hidden size:\n\n{table(['hidden size', 'ms'], sizes)}"
+    )
+
+
+def data_page(part: dict[str, Any]) -> str:
+    rows = [[str(row["workers"]), f"{row['rate']:,.0f}"] for row in part["rows"]]
+    return f"## From JPEG tars, {part['cores']} cores\n\n{table(['worker processes', 'images/s'], rows)}"
+
+
+def accuracy_page(part: dict[str, Any]) -> str:
+    plain = {r["precision"]: r["seconds"] for r in part["rows"] if r["name"] == "NoAdapt" and r["seconds"] is not None}
+    lines = [
+        [
+            r["name"], r["precision"], "before each" if r["reset"] == "domain" else "never", f"{r['top1']:.2f}",
+            f"{r['updates']} of {r['batches']}",
+            *([f"{r['seconds']:.2f}", f"{r['seconds'] / plain[r['precision']]:.2f}"] if r["seconds"] else ["", ""]),
+        ]
+        for r in part["rows"]
+    ]  # fmt: skip
+    head = ["", "precision", "reset", "top-1, %", "updates", "seconds", "times NoAdapt"]
+    return (
+        f"## Accuracy: DeiT-Tiny, {part['images']} ImageNet images under each corruption, lr {part['lr']:g}\n\n"
+        f"{table(head, lines)}"
+    )
+
+
+def plot(part: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    cases, batch = part["rows"], part["rows"][0]["batch"]
+    by_model = cases[:4]
+    by_batch = sorted([by_model[2], *cases[4:]], key=lambda case: case["batch"])
+    figure, axes = pyplot.subplots(1, 3, figsize=(11, 3.2))
+    for i, label in ((0, "NoAdapt"), (1, "MGTTA")):
+        for axis, x, some in ((axes[0], "batch", by_batch), (axes[1], "n", by_model)):
+            axis.plot([c[x] for c in some], [1e3 * c["rows"][i]["seconds"] for c in some], "o-", label=label)
+    share = [100 * c["rows"][2]["seconds"] / c["rows"][1]["seconds"] for c in by_model]
+    axes[2].plot([c["n"] for c in by_model], share, "o-", color="black")
+    axes[0].set(xscale="log", yscale="log", xlabel="batch size", ylabel="ms a batch", title=by_model[2]["model"])
+    axes[1].set(xscale="log", yscale="log", xlabel="n, adapted parameters", ylabel="ms a batch", title=f"batch {batch}")
+    axes[2].set(xscale="log", xlabel="n, adapted parameters", ylabel="%", title="the generator's share", ylim=(0, None))
+    axes[0].legend(frameon=False)
+    figure.tight_layout()
+    with atomic(path) as temporary:
+        figure.savefig(temporary, format="svg", metadata={"Date": None})
+    pyplot.close(figure)
