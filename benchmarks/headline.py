@@ -1,8 +1,8 @@
-"""The README's table and figure, from the records of `mgtta bench corruptions`.
+"""The README's tables and figure, from the records of `mgtta bench corruptions` and of other streams.
 
     python benchmarks/headline.py results/imagenet
 
-writes the table between its marks in README.md, and headline.svg beside the records.
+writes the tables between their marks in README.md, and headline.svg beside the records.
 """
 
 import statistics
@@ -18,6 +18,7 @@ from mgtta.store import Store
 
 ROOT = Path(__file__).parent.parent
 LINES = {  # those drawn, and in which colour
+    "mgtta_plus": "#7b241c",
     "mgtta": "#c0392b",
     "eq7_adam": "#2166ac",
     "eq7_sgd": "#67a9cf",
@@ -28,6 +29,13 @@ LINES = {  # those drawn, and in which colour
     "noadapt": "#777777",
 }
 WINDOW = 5  # batches
+STREAMS = {  # title -> what its records have
+    "continual": {"experiment": "continual"},
+    "mixed": {"experiment": "mixed"},
+    "batches of 2": {"experiment": "small-batch", "batch_size": 2},
+    "batches of 4": {"experiment": "small-batch", "batch_size": 4},
+    "clean images": {"experiment": "variants", "domain": "clean"},
+}
 
 
 def by_method(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -66,15 +74,13 @@ def table(methods: dict[str, list[dict[str, Any]]]) -> str:
     """Markdown; the lowest first."""
     rows = []
     for name, records in methods.items():
-        scores = list(mean_over_domains(records).values())
+        mean, shown = _mean_and_spread(records)
         least, where = gain(records, methods["noadapt"])
         rate = records[0]["settings"].get("lr", "")
-        spread = f" ± {statistics.stdev(scores):.1f}" if len(scores) > 1 else ""
         ece = statistics.mean(r["ece"] for r in records)
         worst = "" if name == "noadapt" else f"{least:+.1f} ({where.replace('_', ' ')})".replace("-", "−")
         ends = [f"{part(records, batches):.1f}" for batches in (slice(10), slice(-10, None))]
-        mean = statistics.mean(scores)
-        rows.append((mean, [name, str(rate), f"{mean:.1f}{spread}", *ends, worst, f"{ece:.1f}"]))
+        rows.append((mean, [name, str(rate), shown, *ends, worst, f"{ece:.1f}"]))
     rows.sort()
     rows[-1][1][2] = f"**{rows[-1][1][2]}**"
     head = [
@@ -88,6 +94,29 @@ def table(methods: dict[str, list[dict[str, Any]]]) -> str:
     ]
     lines = [head, ["---"] * len(head), *(cells for _, cells in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def streams(folder: Path) -> str:
+    """Markdown: top-1 on streams other than the headline's, for the methods that ran on all of them."""
+    records = Store(folder).records()
+    columns = {
+        title: [r for r in records if all(r[key] == value for key, value in asked.items())]
+        for title, asked in STREAMS.items()
+    }
+    names = [name for name in LINES if all(any(r["method"] == name for r in found) for found in columns.values())]
+    rows = {name: [_mean_and_spread([r for r in found if r["method"] == name]) for found in columns.values()]
+            for name in reversed(names)}  # fmt: skip
+    best = [max(row[i][0] for row in rows.values()) for i in range(len(columns))]
+    lines = [["method", *columns], ["---"] * (1 + len(columns))]
+    for name, row in rows.items():
+        lines.append([name, *(f"**{text}**" if mean == best[i] else text for i, (mean, text) in enumerate(row))])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _mean_and_spread(records: list[dict[str, Any]]) -> tuple[float, str]:
+    scores = list(mean_over_domains(records).values())
+    spread = f" ± {statistics.stdev(scores):.1f}" if len(scores) > 1 else ""
+    return statistics.mean(scores), f"{statistics.mean(scores):.1f}{spread}"
 
 
 def curve(records: list[dict[str, Any]]) -> list[float]:
@@ -112,7 +141,7 @@ def draw(methods: dict[str, list[dict[str, Any]]], path: Path) -> None:
     label = float("inf")
     for name, y in sorted(curves.items(), key=lambda item: -item[1][-1]):
         x = [WINDOW + i for i in range(len(y))]
-        axes.plot(x, y, color=LINES[name], linewidth=2.4 if name == "mgtta" else 1.4)
+        axes.plot(x, y, color=LINES[name], linewidth=2.4 if name.startswith("mgtta") else 1.4)
         label = min(y[-1], label - 1.1)  # below the last one's, where they would touch
         axes.annotate(name, (x[-1], label), xytext=(5, 0), textcoords="offset points", color=LINES[name], va="center")
     axes.set_xlabel(f"batches of 64 seen (windows of {WINDOW})")
@@ -132,6 +161,7 @@ def main() -> None:
     draw(methods, folder / "headline.svg")
     readme = ROOT / "README.md"
     page = between(readme.read_text(), "headline", table(methods))
+    page = between(page, "streams", streams(folder))
     with atomic(readme) as path:
         path.write_text(page)
     print(table(methods))

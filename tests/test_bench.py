@@ -107,6 +107,15 @@ def test_precision_tells_work_apart_where_it_makes_a_difference():
     assert len({cell.key(setup) for setup in (same[0], *others)}) == 4
 
 
+def test_records_of_other_weights_are_not_taken_for_these(tmp_path):
+    run_cells(FEW[:1], SMALL, Store(tmp_path))
+    path = Store(tmp_path).path
+    [record] = Store(tmp_path).records()
+    path.write_text(path.read_text().replace(record["protocol"]["weights"], "0123456789abcdef"))
+    with pytest.raises(ValueError, match="glyphs_vit with other weights .0123456789abcdef, now .*: take another --out"):
+        run_cells(FEW, SMALL, Store(tmp_path))
+
+
 def test_finished_cells_are_not_run_again_and_a_stopped_run_goes_on(tmp_path, monkeypatch, counted):
     counting = Lab.run
 

@@ -132,6 +132,11 @@ class Lab:
         return {"size": side, "crop_pct": crop}
 
     @property
+    def _mirrors(self) -> bool:
+        """Whether a mirrored image still shows its class: a mirrored character is another one, or none."""
+        return self.setup.data is not None
+
+    @property
     def _clean(self) -> Any:
         images = self.images("validation")
         if isinstance(images, str):
@@ -190,8 +195,8 @@ class Lab:
             settings["source"] = self.source
         if "fisher" in known:
             settings["fisher"] = self.fisher
-        if "mirror" in known and self.setup.data is None:  # a mirrored character is another one, or none
-            settings.setdefault("mirror", False)
+        if "mirror" in known:
+            settings.setdefault("mirror", self._mirrors)
         if training is not None:
             settings["generator"] = self.trained(training)
         elif known.get("generator") == Setup.generator:
@@ -264,6 +269,7 @@ class Lab:
             "seed": cell.seed,
             "source images": self.source.images if needs_source(cell.method) else None,
             "generator": generator if uses_generator else None,
+            "mirror": self._mirrors if "mirror" in known else None,
             "hidden_size": training.hidden_size if training else None,
             "training_images": training.images if training else None,
             "chosen_from": list(cell.chosen_from) or None,
@@ -333,6 +339,7 @@ def run_cells(
     _check_engines(cells, ranks.size, workers, ray)
     works = {cell: cell.key(setup) for cell in cells}
     there = ranks.tell(lambda: _by_cell(store))
+    _check_weights(there, setup, store.path)
     done = {name.rpartition("/")[2]: records for name, records in there.items()}
     wanted: dict[str, list[Cell]] = {}  # work -> the cells that ask for it
     for cell in cells:
@@ -405,6 +412,18 @@ def _run_on_ray(
 def _tasks(cells: Sequence[Cell], setup: Setup) -> list[Cell | Training]:
     """Each generator's training first, side by side, before all wait for the first; then the cells."""
     return [*dict.fromkeys(t for cell in cells if (t := training_of(cell, setup))), *cells]
+
+
+def _check_weights(there: dict[str, list[dict[str, Any]]], setup: Setup, path: Path) -> None:
+    """Cells go by the names of model and checkpoint; what these stand for must not have changed since."""
+    protocols = [record["protocol"] for records in there.values() for record in records]
+    same = [p for p in protocols if (p["model"], p["checkpoint"]) == (setup.model, setup.checkpoint)]
+    if not same:
+        return
+    now = load_model(setup.model, setup.checkpoint).fingerprint()
+    if other := next((p["weights"] for p in same if p["weights"] != now), None):
+        name = setup.checkpoint or setup.model
+        raise ValueError(f"{path} has records of {name} with other weights ({other}, now {now}): take another --out")
 
 
 def _check_engines(cells: Sequence[Cell], ranks: int, workers: int, ray: str | None) -> None:
