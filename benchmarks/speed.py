@@ -163,8 +163,12 @@ def _precise(tf32: bool) -> None:
 
 
 def _allocated(device: str) -> int:
+    """Bytes, without cuBLAS's workspaces: each contender is to have its own counted, not one left by another."""
     gc.collect()
-    return torch.cuda.memory_allocated() if device == "cuda" else 0
+    if device != "cuda":
+        return 0
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
 
 
 def _peak(step: Callable[[], object], device: str) -> int:
