@@ -104,7 +104,7 @@ class Fast:
         method.model.check(x)
         self._lay_out(method, x)
         assert self.flat is not None
-        self.flat.take_in(method.stride)
+        self.flat.take_in()
         if method._updates != self.known:  # a reset, a load or a guard has set it
             self.known = method._updates
             self.flat.age.fill_(self.known)

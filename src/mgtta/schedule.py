@@ -3,9 +3,8 @@
 A step of adaptation costs twice a forward pass, and most of what is to be learned of a new domain is learned from its
 first batches. So a method that follows a schedule learns from the first `BURST` batches after a start or a shift. Then
 it rests for `REST` batches, learns from one, rests for twice as many, and so on: the rest doubles unless the last one
-shows that learning has made the predictions surer. An update that stands for several is `STRIDE` times as long. While
-it rests, the forward pass gives all that is needed to notice a shift: the means of each layer's features, which leave
-the range that they have moved in so far.
+shows that learning has made the predictions surer. While it rests, the forward pass gives all that is needed to notice
+a shift: the means of each layer's features, which leave the range that they have moved in so far.
 
 Notation    s  means of the features of a batch, all layers one after another, (D,)
             c, v  mean of s, and mean squared distance from it, over the batches of the domain
@@ -24,7 +23,6 @@ from mgtta.losses import entropy
 SCHEDULES = ("always", "auto")
 BURST = 3  # batches learned from after a start or a shift
 REST = 2  # batches of the first rest
-STRIDE = 1.0  # what the learning rate is multiplied by
 SHIFT = 3.0  # |s - c|^2 / v from which on a batch belongs to another domain, where v is well known
 FEW = 3.0  # batches after which v is known to a factor of 2
 GAIN = 0.05  # part of the entropy by which a rest must fall short of the one before, to be worth another like it
@@ -57,11 +55,6 @@ class Schedule:
     def due(self) -> bool:
         """Whether to learn from the next batch."""
         return self.left == 0
-
-    @property
-    def stride(self) -> float:
-        """What the next update's learning rate is multiplied by."""
-        return STRIDE
 
     def note(self, summary: Tensor, learned: bool) -> None:
         """Follow a batch: what `summary` says of it, and whether it was learned from. Waits for the device."""

@@ -374,12 +374,8 @@ class GradientMethod(Method):
 
     @property
     def pace(self) -> float:
-        """What the next step's learning rate is multiplied by: the schedule's stride / sqrt(1 + updates / decay)."""
-        return self.stride * (1 + self.updates / self.decay) ** -0.5
-
-    @property
-    def stride(self) -> float:
-        return 1.0 if self.schedule is None else self.schedule.stride
+        """What the next step's learning rate is multiplied by: 1 / sqrt(1 + updates / decay)."""
+        return (1 + self.updates / self.decay) ** -0.5
 
     def loss(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits (N, C) and the scalar to lower; None where there is nothing to learn from."""

@@ -83,15 +83,11 @@ class FlatStep:
         return [self.theta, *self.state, self.t, self.age, self.counts]
 
     @torch.no_grad()
-    def take_in(self, stride: float = 1.0) -> None:
-        """Whatever the optimizer's settings and state have become since, by a reset, a load or a guard.
-
-        Args:
-            stride: what the learning rate of the next steps is multiplied by.
-        """
+    def take_in(self) -> None:
+        """Whatever the optimizer's settings and state have become since, by a reset, a load or a guard."""
         self.settings = self.optimizer.param_groups[0]
-        if self.settings["lr"] * stride != self._lr:
-            self._lr = self.settings["lr"] * stride
+        if self.settings["lr"] != self._lr:
+            self._lr = self.settings["lr"]
             self.lr.fill_(self._lr)
         if self.optimizer.state is self._known:  # loading puts another in its place
             return
