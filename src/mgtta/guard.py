@@ -9,11 +9,11 @@ In nets with BatchNorm most methods normalise by the batch at hand, which by its
 the better. There the source is asked about whole batches, and normalises as the method does, so that the two differ by
 what was learned alone; except in batches so small that their statistics are poor, and the source's own are the measure.
 
-When to ask: never as long as no parameter has moved; when they have moved twice as far as they had when it was last
-asked, or as far, where entropy or diversity of the predictions have changed; after every so many images, and earlier
-after a start or an alarm; where one class has most of the predictions; and at every batch as long as there is doubt.
-Where a batch has hardly an image that the source is sure of (noise, a batch of one), anchors serve: images it was sure
-of earlier.
+When to ask: never as long as the parameters have hardly moved; when they have moved twice as far as they had when it
+was last asked, or as far, where entropy or diversity of the predictions have changed; after every so many images, and
+earlier after a start or an alarm; where one class has most of the predictions; and at every batch as long as there is
+doubt. Where a batch has hardly an image that the source is sure of (noise, a batch of one), anchors serve: images it
+was sure of earlier.
 """
 
 import copy
@@ -38,6 +38,7 @@ FEW = 4  # sure images under which a batch says too little, and the anchors are 
 CLEAR = 0.25  # of the images asked about that the source must be sure of to clear a method
 FACTOR = 2.0  # by which entropy may rise or fall, and diversity fall, before it is strange; and of doubt
 FIRST = 0.04  # of `moved`: the way from a start at which the source is first asked; twice as far each time
+STILL = 0.01  # of `moved`: a way of which nothing can come
 MANY = 16  # images of a batch whose own statistics may serve BatchNorm
 ENOUGH = 64  # images after which the share of a class says something
 EVENTS = 1000  # that are kept, the first ones: a run may last for ever
@@ -251,7 +252,7 @@ class Guarded(Method):
         if watch.left or watch.doubt:
             return True
         way = self._way(watch.there)
-        if way == 0 and self.method.adapted:
+        if way <= STILL * guard.moved and self.method.adapted:
             return False
         soon = max(1, watch.asked_at - watch.began)  # the time since a start doubles between two questions
         every = guard.every // CLOSER if self._wary() else guard.every
