@@ -64,7 +64,8 @@ class Guard:
         dominance: the share of the predictions that one class may have. Above it, and above five times what a class
             has on average, where most predictions that the method and the source are sure of are that class, the
             stream comes class by class: a batch then says little of the domain, and the source model predicts,
-            without adapting, for `pause` images.
+            without adapting, for `pause` images. Where the source says otherwise, that class counts as lost, be it
+            sure or not.
         pause: see `dominance`.
         slower: factor on the learning rate.
         rest: images for which "source" predicts without adapting, the first time.
@@ -304,7 +305,7 @@ class Guarded(Method):
             watch.left = WINDOW // 2 if watch.doubt or self._wary() else guard.images
         some = x if reference is self.unlearned else x[: watch.left]
         asked, source_features = self._ask(reference, some)
-        lost, sure = what_is_lost(asked, logits[: len(some)], guard.sure, self._dominant(0.5))
+        lost, sure = what_is_lost(asked, logits[: len(some)], guard.sure, self._dominant(guard.dominance))
         watch.left = max(watch.left - len(some), 0)
         seen = (len(lost), float(lost.sum()), float((~sure).sum()))
         watch.look = [a + b for a, b in zip(watch.look, seen, strict=True)]
