@@ -316,6 +316,15 @@ def test_states_that_do_not_fit(sure_model):
         assert same(held.state_dict(), before)
 
 
+def test_what_is_no_batch_is_refused_as_without_a_guard(sure_model):
+    held = mgtta.create("tent", sure_model, guard=True)
+    with pytest.raises(TypeError, match="not NoneType"):
+        held(None)
+    with pytest.raises(ValueError, match="the batch is empty"):
+        held(images(4)[:0])
+    assert held.watch == Watch()
+
+
 def test_settings_are_checked(sure_model):
     with pytest.raises(ValueError, match=r"unknown policy of a guard 'stop'; valid: rollback, slow, source"):
         Guard(policy="stop")

@@ -137,6 +137,7 @@ class Guarded(Method):
 
     def forward(self, x: Tensor) -> Tensor:
         """The method's logits, or the source's where the guard finds that the method has gone wrong."""
+        self.source.check(x)
         with self._turn, torch.inference_mode(False):
             watch = self.watch
             if watch.images < watch.rest_until:
