@@ -1,43 +1,45 @@
 """A guard against collapse: it watches a method without labels, and brings it back when adaptation does harm.
 
 What it goes by is what the source model would have said. Now and then it asks the source about images of the batch at
-hand. A prediction that the source was sure of, and that adaptation has changed, counts as lost; their share among all
-the images asked about is an estimate, without labels, of the accuracy that adaptation costs. The more images the
-source is unsure of, the more there is to win, and the more losses are tolerated for it.
+hand. A prediction that the source was sure of, and that adaptation has changed, counts as lost (see mgtta.watch); their
+share among all the images asked about is an estimate, without labels, of the accuracy that adaptation costs. The more
+images the source is unsure of, the more there is to win, and the more losses are tolerated for it.
 
-When to ask: after every so many images, and earlier after a start or an alarm; when the parameters have moved; when
-entropy or diversity of the predictions have left the range of the last good state; and at every batch as long as there
-is doubt. Where a batch has hardly an image that the source is sure of (noise, a batch of one), anchors serve: images it
+In nets with BatchNorm most methods normalise by the batch at hand, which by itself changes many predictions, mostly for
+the better. There the source is asked about whole batches, and normalises as the method does, so that the two differ by
+what was learned alone; except in batches so small that their statistics are poor, and the source's own are the measure.
+
+When to ask: never as long as the parameters have hardly moved; when they have moved twice as far as they had when it
+was last asked, or as far, where entropy or diversity of the predictions have changed; after every so many images, and
+earlier after a start or an alarm; where one class has most of the predictions; and at every batch as long as there is
+doubt. Where a batch has hardly an image that the source is sure of (noise, a batch of one), anchors serve: images it
 was sure of earlier.
-
-Notation    q  the source's probabilities of an image, y = argmax q; y'  the method's prediction
-            lost = q_y - q_y' where q_y >= sure, else 0, so 0 where the two agree
 """
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mgtta.errors import unknown
-from mgtta.losses import entropy
 from mgtta.methods.base import Method
 from mgtta.models import Classifier
 from mgtta.params import batch_norms
 from mgtta.taps import FirstPass
+from mgtta.watch import DEVIATIONS, WINDOW, Watch, excess, saved_watch, what_is_lost
 
 POLICIES = ("rollback", "slow", "source")
 CLOSER = 4  # times as often as usual the source is asked after an alarm
 FEW = 4  # sure images under which a batch says too little, and the anchors are asked
-WINDOW = 128  # images that the estimate of what is lost looks back on
-DEVIATIONS = 1.5  # standard errors by which that estimate must be above what is tolerated
-FACTOR = 2.0  # by which entropy may rise or fall, and diversity fall, before the source is asked; and of doubt
-BATCHWISE = 8  # times as much is tolerated where BatchNorm takes the batch's statistics, which changes much by itself,
-MANY = 16  # in batches of at least so many images: the statistics of fewer are poor
+CLEAR = 0.25  # of the images asked about that the source must be sure of to clear a method
+FACTOR = 2.0  # by which entropy may rise or fall, and diversity fall, before it is strange; and of doubt
+FIRST = 0.04  # of `moved`: the way from a start at which the source is first asked; twice as far each time
+STILL = 0.01  # of `moved`: a way of which nothing can come
+MANY = 16  # images of a batch whose own statistics may serve BatchNorm
 ENOUGH = 64  # images after which the share of a class says something
 EVENTS = 1000  # that are kept, the first ones: a run may last for ever
 MEMORY = 0.5  # of the running entropy and diversity, for a batch of 64 images
@@ -52,16 +54,18 @@ class Guard:
             last state found good; "slow": that, and a lower learning rate; "source": the source model, which
             predicts without adapting for `rest` images (twice as long each time), and then adapts afresh.
         tolerance: the share of predictions that may be lost where the source is sure of all images; three times
-            as many where it is sure of none; eight times that for nets with BatchNorm in batches of 16 and more,
-            whose own statistics change many sure predictions, mostly for the better.
+            as many where it is sure of none.
         sure: the source's confidence above which its prediction counts.
-        every: images between two questions to the source, where nothing calls for one earlier.
-        images: how many images of a batch the source is asked about.
-        moved: the way of the parameters, relative to their length, after which the source is asked.
+        every: images between two questions to the source, where nothing calls for one earlier; longer where whole
+            batches are asked about, so that the cost is the same.
+        images: how many images the source is asked about; whole batches where BatchNorm normalises by them.
+        moved: the way of the parameters, relative to their length, after which the source is asked at the latest.
         anchors: how many to keep of the images that the source was sure of; or your own, clean ones.
         dominance: the share of the predictions that one class may have. Above it, and above five times what a class
-            has on average, the same in the source's predictions, the stream comes class by class: a batch then says
-            little of the domain, and the source model predicts, without adapting, for `pause` images.
+            has on average, where most predictions that the method and the source are sure of are that class, the
+            stream comes class by class: a batch then says little of the domain, and the source model predicts,
+            without adapting, for `pause` images. Where the source says otherwise, that class counts as lost, be it
+            sure or not.
         pause: see `dominance`.
         slower: factor on the learning rate.
         rest: images for which "source" predicts without adapting, the first time.
@@ -71,7 +75,7 @@ class Guard:
     policy: Sequence[str] = ("slow", "slow", "source")
     tolerance: float = 0.01
     sure: float = 0.9
-    every: int = 400
+    every: int = 1024
     images: int = 8
     moved: float = 0.05
     anchors: int | Tensor = 16
@@ -96,67 +100,6 @@ class Guard:
             raise ValueError("dominance is above 0; 1 and more switch it off")
 
 
-@dataclass
-class Watch:
-    """What a guard knows: all of it is saved and resumed with the method."""
-
-    images: int = 0
-    asked_at: int = 0  # images, when the source was last asked
-    lost: float = 0.0  # sum over the images in the window
-    unsure: float = 0.0  # images in the window that the source was not sure of
-    weight: float = 0.0  # images in the window
-    look: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # images, lost, unsure, of the look that lasts
-    left: int = 0  # images still to ask about in it: a look takes as many batches as it needs
-    doubt: bool = False  # whether the last look found more lost than it should
-    entropy: float | None = None  # running means, in units of ln C
-    probs: Tensor | None = None  # (C,), running mean of the predicted probabilities: its entropy is the diversity
-    good: dict[str, float] = field(default_factory=dict)  # signals when the method was last found good
-    there: dict[str, Tensor] | None = None  # the parameters when the source was last asked
-    snapshot: dict[str, Any] | None = None  # the method's state when it was last found good; None: its start
-    anchors: Tensor | None = None  # (K, 3, H, W) uint8
-    anchor_probs: Tensor | None = None  # (K, C), the source's
-    pace: float = 1.0  # of the learning rate
-    step: int = 0  # alarms since all was calm
-    alarm_at: int = 0
-    rests: int = 0
-    rest_until: int = 0
-    events: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def share(self) -> float:
-        lost, _, images = self.seen()
-        return lost / images if images else 0.0
-
-    def seen(self) -> tuple[float, float, float]:
-        """Lost, unsure and all images of the window, with the look that lasts.
-
-        Noise, of which the source is never sure, speaks neither for a method nor against it, and does not count.
-        """
-        images, lost, unsure = self.look
-        if unsure == images:
-            return self.lost, self.unsure, self.weight
-        keep = min(1.0, max(WINDOW - images, 0) / self.weight) if self.weight else 0.0
-        return keep * self.lost + lost, keep * self.unsure + unsure, keep * self.weight + images
-
-    def end_look(self) -> None:
-        self.lost, self.unsure, self.weight = self.seen()
-        self.look = [0.0, 0.0, 0.0]
-
-    def excess(self, tolerance: float) -> float:
-        lost, unsure, images = self.seen()
-        return excess(lost, unsure, images, tolerance) if images else 0.0
-
-    def alarming(self, tolerance: float) -> bool:
-        """Whether more is lost than tolerated, beyond chance."""
-        lost, _, _ = self.seen()
-        return lost > 0 and self.excess(tolerance) * (1 - DEVIATIONS / math.sqrt(lost)) > 1
-
-
-def excess(lost: float, unsure: float, images: float, tolerance: float) -> float:
-    """The share that is lost over the one that is tolerated, 1 where they are the same."""
-    return lost / (images + 2 * unsure) / tolerance
-
-
 class Guarded(Method):
     """A method under a guard; a method like any other.
 
@@ -172,8 +115,7 @@ class Guarded(Method):
         self._turn = method._turn
         method._remember_start()
         self.source = _source_model(method)
-        self._batchwise = method.model._uses_batch_statistics and bool(batch_norms(method.model.net))
-        self.tolerance = guard.tolerance
+        self.unlearned = _normalising_by_batches(self.source, method.model)
         self._scale = math.sqrt(sum(float(p.detach().square().sum()) for p in method.adapted.values())) or 1.0
         self.watch = self._fresh()
 
@@ -195,32 +137,29 @@ class Guarded(Method):
 
     def forward(self, x: Tensor) -> Tensor:
         """The method's logits, or the source's where the guard finds that the method has gone wrong."""
+        self.source.check(x)
         with self._turn, torch.inference_mode(False):
             watch = self.watch
             if watch.images < watch.rest_until:
-                logits = self._ask(x)[0]
+                logits = self._ask(self.source, x)[0]
                 watch.images += len(logits)
                 return logits
-            many = self._batchwise and len(x) >= MANY
-            self.tolerance = self.guard.tolerance * (BATCHWISE if many else 1)
-            due = self._due()
-            before = self.method.state_dict() if due else None
-            model = self.method.model
-            with FirstPass(model.net, model._taps[-1:]) as first:
-                logits = self.method(x)
+            due = self._due(len(x))
+            after_rest = watch.rest_until > 0 and watch.probs is None
+            before = self.method.state_dict() if due or after_rest else None
+            logits, features = self._adapted(x) if due else (self.method(x), None)
             watch.images += len(logits)
             self._follow(logits)
-            if (top := self._dominant(watch.probs)) is not None:
-                asked = self._ask(x)[0]
-                if self._dominant(asked.softmax(-1).mean(0)) == top:
-                    self._pause()
+            if (top := self._dominant(self.guard.dominance)) is not None and self._mostly(top, logits):
+                asked = self._ask(self.source, x)[0]
+                if self._mostly(top, asked):
+                    self._pause(before)
                     return asked
-            if due or self._strange():
-                logits = self._judge(x, logits, first.found.get(model._taps[-1].name), before)
-            return logits
+            return self._judge(x, logits, features, before) if due and before is not None else logits
 
     def predict(self, x: Tensor) -> Tensor:
-        return self._ask(x)[0] if self.watch.images < self.watch.rest_until else self.method.predict(x)
+        resting = self.watch.images < self.watch.rest_until
+        return self._ask(self.source, x)[0] if resting else self.method.predict(x)
 
     def reset(self) -> None:
         with self._turn:
@@ -238,7 +177,7 @@ class Guarded(Method):
         if not isinstance(state, dict) or state.keys() != {"kind", "method", "guard"}:
             raise ValueError("this is not a state that a guarded method's state_dict gave")
         with self._turn:
-            watch = _watch(state["guard"], {name: p.shape for name, p in self.method.adapted.items()})
+            watch = saved_watch(state["guard"], {name: p.shape for name, p in self.method.adapted.items()})
             before = self.method.state_dict()
             if watch.snapshot is not None:
                 self.method.load_state_dict(watch.snapshot)  # to find out whether it fits
@@ -259,56 +198,76 @@ class Guarded(Method):
         watch = Watch()
         if isinstance(self.guard.anchors, Tensor) and len(self.guard.anchors):
             watch.anchors = _as_bytes(self.guard.anchors)
-            watch.anchor_probs = self._ask(watch.anchors)[0].softmax(-1).cpu()
         return watch
 
     @torch.no_grad()
-    def _ask(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The source's logits (N, C), and its last layer's features (N, d)."""
-        logits, features = self.source.features(x)
+    def _ask(self, model: Classifier, x: Tensor) -> tuple[Tensor, Tensor]:
+        """A model's logits (N, C), and its last layer's features (N, d)."""
+        logits, features = model.features(x)
         return logits, features[-1]
+
+    def _reference(self, n: int) -> Classifier:
+        """What the method would be in a batch of n images, had it not learned."""
+        return self.source if self.unlearned is None or n < MANY else self.unlearned
+
+    def _adapted(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The method's logits (N, C), and the last layer's features (N, d) where they could be had."""
+        model = self.method.model
+        with FirstPass(model.net, model._taps[-1:]) as first:
+            logits = self.method(x)
+        return logits, first.found.get(model._taps[-1].name)
 
     @torch.no_grad()
     def _follow(self, logits: Tensor) -> None:
         """Running entropy and mean of the predictions, weighed by images."""
-        watch, logits = self.watch, logits[logits.isfinite().all(-1)]
-        if not len(logits):
-            return
-        keep = MEMORY ** (len(logits) / 64)
-        now = float(entropy(logits).mean()) / math.log(logits.shape[1])
-        probs = logits.softmax(-1).mean(0).cpu()
-        watch.entropy = now if watch.entropy is None else keep * watch.entropy + (1 - keep) * now
-        watch.probs = probs if watch.probs is None else keep * watch.probs + (1 - keep) * probs
+        log_p = logits.log_softmax(-1)
+        p = log_p.exp()
+        found = torch.cat([p, -(p * log_p).sum(-1, keepdim=True)], 1).mean(0).cpu()  # (C + 1,), one wait for a device
+        if not found.isfinite().all():
+            logits = logits[logits.isfinite().all(-1)]
+            return self._follow(logits) if len(logits) else None
+        mean_entropy = float(found[-1]) / math.log(len(found) - 1)
+        return self.watch.follow(found[:-1], mean_entropy, MEMORY ** (len(logits) / 64))
 
     def signals(self) -> dict[str, float]:
         """Entropy and diversity of the predictions, each in [0, 1]; the way from the source; the share lost."""
-        watch, start = self.watch, self.method._start
-        assert start is not None
-        found = {"lost": watch.share, "distance": self._way(start["params"])}
-        if watch.entropy is not None and watch.probs is not None:
-            p = watch.probs
-            found["entropy"] = watch.entropy
-            found["diversity"] = float(-(p * p.clamp(min=1e-12).log()).sum()) / math.log(len(p))
+        watch = self.watch
+        found = {"lost": watch.share, "distance": self._way(None)}
+        if watch.entropy is not None:
+            found |= {"entropy": watch.entropy, "diversity": watch.diversity()}
         return found
 
     @torch.no_grad()
-    def _way(self, since: dict[str, Tensor]) -> float:
-        """How far the parameters are from these, relative to the length of the source's."""
-        parts = [(p - since[name].to(p)).square().sum() for name, p in self.method.adapted.items()]
-        return math.sqrt(float(torch.stack(parts).sum())) / self._scale if parts else 0.0
+    def _way(self, since: dict[str, Tensor] | None) -> float:
+        """How far the parameters are from these, or from the source's, relative to the length of the source's."""
+        adapted = self.method.adapted
+        if since is None:
+            since = self.method._start["params"]  # type: ignore[index]
+        if not adapted:
+            return 0.0
+        apart = torch._foreach_sub(list(adapted.values()), [since[name].to(p) for name, p in adapted.items()])
+        return float(torch.stack(torch._foreach_norm(apart)).norm()) / self._scale
 
-    def _due(self) -> bool:
-        """Whether, before a batch is seen, the source should be asked about it."""
+    def _due(self, n: int) -> bool:
+        """Whether, before a batch of n images is seen, the source should be asked about it."""
         watch, guard = self.watch, self.guard
-        began = max(watch.alarm_at, watch.rest_until)
-        soon = max(1, watch.asked_at - began)  # the way since a start doubles between two questions
-        every = guard.every // CLOSER if self._wary() else guard.every
-        if watch.images - max(watch.asked_at, began) >= min(every, soon) or watch.left or watch.doubt:
+        if watch.left or watch.doubt:
             return True
-        if not self.method.updates:
+        way = self._way(watch.there)
+        if way <= STILL * guard.moved and self.method.adapted:
             return False
-        since = watch.there if watch.there is not None else self.method._start["params"]  # type: ignore[index]
-        return self._way(since) > guard.moved
+        soon = max(1, watch.asked_at - watch.began)  # the time since a start doubles between two questions
+        every = guard.every // CLOSER if self._wary() else guard.every
+        if not self._wary() and self._reference(n) is self.unlearned:
+            every, soon = every * n // guard.images, soon * n // guard.images
+        if watch.images - max(watch.asked_at, watch.began) >= min(every, soon):
+            return True
+        if watch.images - watch.asked_at >= ENOUGH and self._dominant(0.5) is not None:
+            return True
+        allowed = min(max(2 * watch.good.get("distance", 0.0), FIRST * guard.moved), guard.moved)
+        if self._strange():
+            allowed = allowed / 2 if watch.there is not None else 0.0
+        return not way <= allowed
 
     def _wary(self) -> bool:
         """Whether the last alarm was not long ago: then the source is asked more often, and about whole batches."""
@@ -316,75 +275,86 @@ class Guarded(Method):
 
     def _strange(self) -> bool:
         """Whether entropy or diversity have left the range of the last good state."""
-        now, good = self.signals(), self.watch.good
-        if "entropy" not in good or "entropy" not in now:
+        watch = self.watch
+        if watch.entropy is None or "entropy" not in watch.good:
             return False
         floor = 0.02  # an entropy of nearly nothing may double without a meaning
-        ratio = (now["entropy"] + floor) / (good["entropy"] + floor)
-        return not 1 / FACTOR <= ratio <= FACTOR or now["diversity"] < good["diversity"] / FACTOR
+        ratio = (watch.entropy + floor) / (watch.good["entropy"] + floor)
+        return not 1 / FACTOR <= ratio <= FACTOR or watch.diversity() < watch.good["diversity"] / FACTOR
 
-    def _dominant(self, probs: Tensor | None) -> int | None:
-        """The class that has most of these mean probabilities (C,); none soon after a start or an alarm."""
-        began = max(self.watch.alarm_at, self.watch.rest_until)
-        if probs is None or self.watch.images - began < ENOUGH:
+    def _dominant(self, most: float) -> int | None:
+        """The class that has more than this share of the predictions; none soon after a start or an alarm."""
+        watch = self.watch
+        if watch.probs is None or watch.images - watch.began < ENOUGH:
             return None
-        share, top = probs.max(0)
-        return int(top) if float(share) > max(self.guard.dominance, 5 / len(probs)) else None
+        share, top = watch.probs.max(0)
+        return int(top) if float(share) > max(most, 5 / len(watch.probs)) else None
+
+    def _mostly(self, top: int, logits: Tensor) -> bool:
+        """Whether most of the predictions that are sure are this class, and a few are sure at all."""
+        best, y = logits.softmax(-1).max(-1)
+        y = y[best >= self.guard.sure]
+        return len(y) >= FEW and 2 * int((y == top).sum()) > len(y)
 
     # --- the verdict
 
     @torch.no_grad()
-    def _judge(self, x: Tensor, logits: Tensor, features: Tensor | None, before: dict[str, Any] | None) -> Tensor:
-        """Ask the source about x, or some of it; on alarm act, and give the source's logits in the place of these."""
-        watch, guard = self.watch, self.guard
+    def _judge(self, x: Tensor, logits: Tensor, features: Tensor | None, before: dict[str, Any]) -> Tensor:
+        """Ask about x, or some of it; on alarm act, and give the source's logits in the place of these."""
+        watch, guard, reference = self.watch, self.guard, self._reference(len(x))
         if not watch.left:
             watch.left = WINDOW // 2 if watch.doubt or self._wary() else guard.images
-        some = x[: watch.left]
-        asked, source_features = self._ask(some)
-        lost, sure = _lost(asked, logits[: len(some)], guard.sure)
-        watch.left -= len(some)
+        some = x if reference is self.unlearned else x[: watch.left]
+        asked, source_features = self._ask(reference, some)
+        lost, sure = what_is_lost(asked, logits[: len(some)], guard.sure, self._dominant(guard.dominance))
+        watch.left = max(watch.left - len(some), 0)
         seen = (len(lost), float(lost.sum()), float((~sure).sum()))
         watch.look = [a + b for a, b in zip(watch.look, seen, strict=True)]
-        alarm = watch.alarming(self.tolerance)
+        alarm = watch.alarming(guard.tolerance)
         if not watch.left:
-            alarm = self._end_look() or alarm
+            alarm = self._end_look(before) or alarm
         found = self.signals()
         if features is not None and len(features) == len(x):
             gap = features[: len(some)].mean(0) - source_features.mean(0)
             found["features"] = float(gap.norm() / source_features.norm(dim=-1).mean())
         if alarm:
             self._act(found)
-            return asked if len(asked) == len(x) else self._ask(x)[0]
+            return asked if reference is self.source and len(asked) == len(x) else self._ask(self.source, x)[0]
         if not watch.left:
             watch.good = found
-            if before is not None and watch.weight >= WINDOW / 2 and watch.excess(self.tolerance) <= 1:
+            if watch.weight >= WINDOW / 4 and watch.excess(guard.tolerance) <= 1:
                 watch.snapshot = before
-        self._keep_anchor(some, asked, sure)
+        self._keep_anchor(some, sure)
         return logits
 
-    def _end_look(self) -> bool:
+    def _end_look(self, before: dict[str, Any]) -> bool:
         """Draw the conclusions of a look that is complete; True where the anchors raise an alarm."""
-        watch = self.watch
+        watch, tolerance = self.watch, self.guard.tolerance
         images, lost, unsure = watch.look
         watch.end_look()
         watch.asked_at = watch.images
-        watch.there = {name: p.detach().clone() for name, p in self.method.adapted.items()}
-        watch.doubt = excess(lost, unsure, images, self.tolerance) > FACTOR
-        if images - unsure >= FEW or watch.anchors is None or watch.anchor_probs is None:
+        watch.doubt = excess(lost, unsure, images, tolerance) > FACTOR
+        way = self._way(watch.there)
+        if images - unsure >= CLEAR * images or way > self.guard.moved:
+            watch.there = before["params"]  # or it stays, so that many small ways add up to one
+        moved = way > FIRST * self.guard.moved or not self.method.adapted
+        if images - unsure >= FEW or watch.anchors is None or not moved:
             return False
-        return self._lost_of_anchors(watch.anchors, watch.anchor_probs) > self.tolerance
+        return self._lost_of_anchors(watch.anchors) > tolerance
 
-    def _lost_of_anchors(self, images: Tensor, probs: Tensor) -> float:
+    def _lost_of_anchors(self, images: Tensor) -> float:
         """The share lost among the anchors, less the chance in it; the method's random numbers stay as they are."""
+        if self.unlearned is not None and len(images) < MANY:
+            return 0.0
         random = None if self.random is None else self.random.get_state()
         logits = self.method.predict(images)
         if self.random is not None and random is not None:
             self.random.set_state(random)
-        lost, _ = _lost(probs.log().to(logits), logits, self.guard.sure)
+        lost, _ = what_is_lost(self._ask(self._reference(len(images)), images)[0], logits, self.guard.sure)
         share = float(lost.mean())
         return share - DEVIATIONS * math.sqrt(share / len(lost))
 
-    def _keep_anchor(self, x: Tensor, asked: Tensor, sure: Tensor) -> None:
+    def _keep_anchor(self, x: Tensor, sure: Tensor) -> None:
         """The first sure images become anchors, until there are enough."""
         most, watch = self.guard.anchors, self.watch
         if isinstance(most, Tensor) or not sure.any():
@@ -393,9 +363,7 @@ class Guarded(Method):
         if have >= most or (watch.anchors is not None and watch.anchors.shape[1:] != x.shape[1:]):
             return
         images = _as_bytes(x[sure.to(x.device)][: most - have])
-        probs = asked[sure][: most - have].softmax(-1).cpu()
         watch.anchors = images if watch.anchors is None else torch.cat([watch.anchors, images])
-        watch.anchor_probs = probs if watch.anchor_probs is None else torch.cat([watch.anchor_probs, probs])
 
     def _act(self, found: dict[str, float]) -> None:
         watch, guard = self.watch, self.guard
@@ -410,33 +378,37 @@ class Guarded(Method):
             watch.rest_until = watch.images + guard.rest * 2**watch.rests
             watch.rests += 1
             watch.snapshot = None
-        self._restore()
+        self._restore(watch.snapshot)
         watch.snapshot = None  # what raises an alarm again was not good
-        self._begin_anew(action, found)
+        watch.forget()
+        self._note(action, found)
 
-    def _pause(self) -> None:
-        found = self.signals()
-        self._restore()
-        self.watch.rest_until = self.watch.images + self.guard.pause
-        self._begin_anew("pause", found)
+    def _pause(self, before: dict[str, Any] | None) -> None:
+        """Let the source predict for a while; what was learned stays, unless there is doubt about it.
 
-    def _begin_anew(self, action: str, found: dict[str, float]) -> None:
-        """Forget what was seen of the state that was left, and note why it was."""
+        before: the method's state before this batch, where it is known: then the batch is not learned from.
+        """
+        watch, found = self.watch, self.signals()
+        if watch.doubt:
+            self._restore(watch.snapshot)
+            watch.forget()
+        elif before is not None:
+            self._restore(before)
+        watch.entropy = watch.probs = None
+        watch.rest_until = watch.images + self.guard.pause
+        self._note("pause", found)
+
+    def _note(self, action: str, found: dict[str, float]) -> None:
         watch = self.watch
-        watch.lost = watch.unsure = watch.weight = 0.0
-        watch.look = [0.0, 0.0, 0.0]
-        watch.doubt, watch.left = False, 0
-        watch.there = watch.entropy = watch.probs = None
-        watch.good = {}
         if len(watch.events) < EVENTS:
             watch.events.append({"image": watch.images, "action": action, "pace": watch.pace, **found})
 
-    def _restore(self) -> None:
-        """The last good state at the present pace; what was counted stays counted."""
+    def _restore(self, state: dict[str, Any] | None) -> None:
+        """This state, or the start, at the present pace; what was counted stays counted."""
         method, start = self.method, self.method._start
         assert start is not None
         counted = {name: getattr(method, name) for name in start["counters"]}
-        method._load(start if self.watch.snapshot is None else self.watch.snapshot)
+        method._load(start if state is None else state)
         for name, value in counted.items():
             setattr(method, name, value)
         if method.optimizer is not None:
@@ -471,48 +443,11 @@ def _source_model(method: Method) -> Classifier:
     return source
 
 
-def _watch(found: Any, shapes: dict[str, torch.Size]) -> Watch:
-    """What a state says that a guard knew; refused where its entries have other names, types or shapes.
-
-    Args:
-        shapes: of the method's adapted parameters.
-    """
-    fresh = Watch()
-    if not isinstance(found, dict) or found.keys() != vars(fresh).keys():
-        raise ValueError("this state does not fit a guard: it has other entries")
-
-    def numbers(values: Any) -> bool:
-        return all(isinstance(value, float | int) for value in values)
-
-    def tensors(value: Any) -> dict[str, Any]:
-        return {name: getattr(t, "shape", None) for name, t in value.items()}
-
-    checks: dict[str, Callable[[Any], bool]] = {
-        "entropy": lambda value: value is None or isinstance(value, float),
-        "probs": lambda value: value is None or (isinstance(value, Tensor) and value.ndim == 1),
-        "anchors": lambda value: value is None or (isinstance(value, Tensor) and value.ndim == 4),
-        "anchor_probs": lambda value: value is None or (isinstance(value, Tensor) and value.ndim == 2),
-        "good": lambda value: isinstance(value, dict) and numbers(value.values()),
-        "there": lambda value: value is None or (isinstance(value, dict) and tensors(value) == shapes),
-        "snapshot": lambda value: value is None or isinstance(value, dict),
-        "look": lambda value: isinstance(value, list) and len(value) == 3 and numbers(value),
-        "events": lambda value: isinstance(value, list) and all(isinstance(event, dict) for event in value),
-    }
-    for name, value in vars(fresh).items():
-        fits = checks[name](found[name]) if name in checks else type(found[name]) is type(value)
-        if not fits:
-            raise ValueError(f"this state does not fit a guard: its {name} is none")
-    return Watch(**copy.deepcopy(found))
-
-
-def _lost(asked: Tensor, logits: Tensor, sure: float) -> tuple[Tensor, Tensor]:
-    """What each image has lost (N,), and of which the source is sure (N,); asked are its logits (N, C)."""
-    q = asked.softmax(-1)
-    best, _ = q.max(-1)
-    found = q.gather(1, logits.nan_to_num().argmax(-1, keepdim=True))[:, 0]
-    found = torch.where(logits.isfinite().all(-1), found, 0.0)
-    certain = best >= sure  # never where the source's own logits are not finite
-    return torch.where(certain, best - found, 0.0).cpu(), certain.cpu()
+def _normalising_by_batches(source: Classifier, adapting: Classifier) -> Classifier | None:
+    """The source model with the batch's statistics in its BatchNorm layers; None where the adapting one has none."""
+    if not adapting._uses_batch_statistics or not batch_norms(adapting.net):
+        return None
+    return copy.deepcopy(source, {id(p): p for p in source.parameters()}).use_batch_statistics()
 
 
 def _as_bytes(x: Tensor) -> Tensor:
