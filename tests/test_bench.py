@@ -112,7 +112,9 @@ def test_records_of_other_weights_are_not_taken_for_these(tmp_path):
     path = Store(tmp_path).path
     [record] = Store(tmp_path).records()
     path.write_text(path.read_text().replace(record["protocol"]["weights"], "0123456789abcdef"))
-    with pytest.raises(ValueError, match="glyphs_vit with other weights .0123456789abcdef, now .*: take another --out"):
+    with pytest.raises(
+        ValueError, match=r"glyphs_vit with other weights .0123456789abcdef, now .*: take another --out"
+    ):
         run_cells(FEW, SMALL, Store(tmp_path))
 
 
