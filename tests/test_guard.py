@@ -150,6 +150,23 @@ def test_nothing_is_asked_while_nothing_moves(sure_model):
     assert held.updates == 0
 
 
+@pytest.mark.parametrize(("size", "asked"), [(1, True), (16, False)])
+def test_poor_statistics_are_looked_at_though_nothing_is_learned(size, asked):
+    held = mgtta.create("tent", mgtta.load_model(convnet("batch")), lr=0.0, guard=OFTEN)
+    for x in stream(6, batch=size):
+        held(x)
+    assert bool(held.watch.asked_at) == asked
+
+
+def test_calm_begins_after_a_rest(sure_model):
+    guard = Guard(policy=("rollback", "source"), sure=0.3, every=16, images=16, rest=64, calm=32)
+    held = mgtta.guarded(Bent(sure_model), guard)
+    for x in stream(24, batch=16):
+        held(x)
+    actions = [event["action"] for event in held.events]
+    assert actions[:3] == ["rollback", "source", "source"]  # a rest longer than `calm` is no calm
+
+
 def test_a_stream_of_one_class_is_left_to_the_source(sure_model):
     """One image again and again, in batches: then others, from which it learns again."""
     same_one = images(1).expand(16, -1, -1, -1)

@@ -9,11 +9,11 @@ In nets with BatchNorm most methods normalise by the batch at hand, which by its
 the better. There the source is asked about whole batches, and normalises as the method does, so that the two differ by
 what was learned alone; except in batches so small that their statistics are poor, and the source's own are the measure.
 
-When to ask: never as long as the parameters have hardly moved; when they have moved twice as far as they had when it
-was last asked, or as far, where entropy or diversity of the predictions have changed; after every so many images, and
-earlier after a start or an alarm; where one class has most of the predictions; and at every batch as long as there is
-doubt. Where a batch has hardly an image that the source is sure of (noise, a batch of one), anchors serve: images it
-was sure of earlier.
+When to ask: never, but for such small batches, as long as the parameters have hardly moved; when they have moved twice
+as far as they had when it was last asked, or as far, where entropy or diversity of the predictions have changed; after
+every so many images, and earlier after a start or an alarm; where one class has most of the predictions; and at every
+batch as long as there is doubt. Where a batch has hardly an image that the source is sure of (noise, a batch of one),
+anchors serve: images it was sure of earlier.
 """
 
 import copy
@@ -69,7 +69,8 @@ class Guard:
         pause: see `dominance`.
         slower: factor on the learning rate.
         rest: images for which "source" predicts without adapting, the first time.
-        calm: images without alarm after which `policy` begins anew, and the source is asked as rarely as before.
+        calm: images without alarm, a rest not counted, after which `policy` begins anew, and the source is asked as
+            rarely as before.
     """
 
     policy: Sequence[str] = ("slow", "slow", "source")
@@ -254,7 +255,8 @@ class Guarded(Method):
         if watch.left or watch.doubt:
             return True
         way = self._way(watch.there)
-        if way <= STILL * guard.moved and self.method.adapted:
+        poor = self.unlearned is not None and n < MANY  # statistics, which do harm without any learning
+        if way <= STILL * guard.moved and self.method.adapted and not poor:
             return False
         soon = max(1, watch.asked_at - watch.began)  # the time since a start doubles between two questions
         every = guard.every // CLOSER if self._wary() else guard.every
@@ -271,7 +273,7 @@ class Guarded(Method):
 
     def _wary(self) -> bool:
         """Whether the last alarm was not long ago: then the source is asked more often, and about whole batches."""
-        return self.watch.step > 0 and self.watch.images - self.watch.alarm_at <= self.guard.calm
+        return self.watch.step > 0 and self.watch.images - self.watch.began <= self.guard.calm
 
     def _strange(self) -> bool:
         """Whether entropy or diversity have left the range of the last good state."""
@@ -367,7 +369,7 @@ class Guarded(Method):
 
     def _act(self, found: dict[str, float]) -> None:
         watch, guard = self.watch, self.guard
-        if watch.images - watch.alarm_at > guard.calm:
+        if watch.images - watch.began > guard.calm:
             watch.step = 0
         action = guard.policy[min(watch.step, len(guard.policy) - 1)]
         watch.step += 1
