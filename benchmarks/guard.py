@@ -145,10 +145,10 @@ def summary(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def page(text: str, protocol: dict, rows: list[dict]) -> str:
+def page(ran: str, protocol: dict, rows: list[dict]) -> str:
     what = "\n".join(f"- {name}: {text}" for name, text in {**HOSTILE, **BENIGN}.items())
     return (
-        f"# The guard on streams made to break adaptation\n\n`{text}`\n\n{summary(rows)}\n\n"
+        f"# The guard on streams made to break adaptation\n\n`{ran}`\n\n{summary(rows)}\n\n"
         f"Top-1 in percent, over the whole stream and over its last quarter; embedded characters, {protocol['model']} "
         f"({protocol['weights']}).\n\n{table(rows)}\n\n{what}\n"
     )
@@ -169,7 +169,7 @@ def main() -> None:
         "images": args.images, "batch_size": 64, "corruptions": "the 15, severity 5",
         "versions": {"mgtta": mgtta.__version__, "torch": torch.__version__},
     }  # fmt: skip
-    text = command(args, parser)
+    ran = command(args, parser)
     path = args.out / "guard.json"
     rows = known(path, protocol)
     done = [(row["stream"], row["method"]) for row in rows]
@@ -180,11 +180,11 @@ def main() -> None:
             row = future.result()
             print(table([row]).splitlines()[-1], flush=True)
             rows = sorted([*rows, row], key=place)
-            found = {"command": text, "protocol": protocol, "rows": rows}
+            found = {"command": ran, "protocol": protocol, "rows": rows}
             with atomic(path) as temporary:
                 temporary.write_text(json.dumps(found, indent=1) + "\n")
             with atomic(args.out / "guard.md") as temporary:
-                temporary.write_text(page(text, protocol, rows))
+                temporary.write_text(page(ran, protocol, rows))
     print(summary(rows))
 
 

@@ -97,8 +97,9 @@ def page(protocol: dict, rows: list[dict]) -> str:
         best = max(round(mean, 1) for mean in means if mean is not None)
         shown = ["" if m is None else f"**{m:.1f}**" if round(m, 1) == best else f"{m:.1f}" for m in means]
         lines.append(f"| {name} | {size} | " + " | ".join(shown) + " |")
+    about = __doc__.split("\n\n")[2].strip()
     return (
-        f"# The shipped generator on other networks\n\n`{protocol['command']}`\n\n{__doc__.split(chr(10) * 2)[2]}\n\n"
+        f"# The shipped generator on other networks\n\n`{protocol['command']}`\n\n{about}\n\n"
         f"Mean top-1 in percent over the 15 corruptions, {protocol['images']:,} images each, one seed; mgtta with the "
         f"generator `imagenet`, torch {torch.__version__} on {protocol['device']}.\n\n" + "\n".join(lines) + "\n"
     )

@@ -312,12 +312,9 @@ def tuned(cells: Sequence[Cell], sweep: Sequence[Cell], records: Sequence[dict[s
     records: of each cell in turn, one for every stretch of its stream that has a domain of its own.
     """
     scores: dict[Any, dict[float, list[float]]] = {}
-    found = iter(records)
-    for cell in sweep:
-        parts = list(islice(found, 1 if cell.mixed else len(cell.domains)))
-        scores.setdefault(_contender(cell), {}).setdefault(dict(cell.settings)["lr"], []).extend(
-            record["top1"] for record in parts
-        )
+    owners = [cell for cell in sweep for _ in range(1 if cell.mixed else len(cell.domains))]
+    for cell, record in zip(owners, records, strict=True):
+        scores.setdefault(_contender(cell), {}).setdefault(dict(cell.settings)["lr"], []).append(record["top1"])
     result = []
     for cell in cells:
         if tried := scores.get(_contender(cell)):
