@@ -9,10 +9,11 @@ growth    time and memory against batch size, model and the generator's hidden s
 data      images a second that the loader gives from JPEG tars, against its number of worker processes
 accuracy  DeiT-Tiny on ImageNet under the 15 corruptions: the fast path against float32, schedule="auto" against always
 
-Weights are random where the package ships none: they don't change the work. The contenders take turns, batch by batch;
-a figure is the median over rounds, after each has been warmed up. On a CPU it is one thread's CPU time; on a GPU, wall
-time between two waits for it. Memory is what a contender adds to what was there before it, weights included: the peak
-of what torch has allocated, within CUDA graphs too. `--quick` does all of it small.
+Weights are random where the package ships none: they don't change the work. The contenders take turns, batch by batch,
+in an order drawn anew for each round; a figure is the median over rounds, after each has been warmed up. On a CPU it is
+one thread's CPU time; on a GPU, wall time between two waits for it. Memory is what a contender adds to what was there
+before it, weights included: the peak of what torch has allocated, within CUDA graphs too. `--quick` does all of it
+small.
 
 The parts' figures go to OUT/speed.json, from which OUT/speed.md and OUT/speed.svg are written.
 """
@@ -22,6 +23,7 @@ import gc
 import io
 import json
 import os
+import random
 import shlex
 import statistics
 import sys
@@ -135,8 +137,9 @@ def measure(contenders: list[Contender], rounds: int, device: str) -> list[dict[
         rows.append({**row, "ready": time.perf_counter() - began})
         print(f"{contender.name} {contender.precision}: ready after {rows[-1]['ready']:.0f} s", file=sys.stderr)
     now, times = clock(device), [[] for _ in contenders]
+    turns, order = list(zip(contenders, steps, times, strict=True)), random.Random(0)
     for _ in range(rounds):
-        for contender, step, found in zip(contenders, steps, times, strict=True):
+        for contender, step, found in order.sample(turns, len(turns)):
             _precise(contender.tf32)
             start = now()
             step()
@@ -320,10 +323,10 @@ def data(args: argparse.Namespace) -> dict[str, Any]:
 def _write_tars(folder: Path, count: int, shards: int) -> str:
     from PIL import Image
 
-    random = torch.Generator().manual_seed(0)
-    coarse = torch.rand(16, 3, 24, 32, generator=random) * 255
+    noise = torch.Generator().manual_seed(0)
+    coarse = torch.rand(16, 3, 24, 32, generator=noise) * 255
     smooth = nn.functional.interpolate(coarse, (375, 500), mode="bicubic").clamp(0, 255)
-    grainy = (smooth + 8 * torch.randn(smooth.shape, generator=random)).clamp(0, 255).byte()
+    grainy = (smooth + 8 * torch.randn(smooth.shape, generator=noise)).clamp(0, 255).byte()
     files = []
     for picture in grainy:
         file = io.BytesIO()

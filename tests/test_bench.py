@@ -37,7 +37,7 @@ from mgtta.store import Store
 
 SMALL = Setup(images=6)
 FEW = [Cell("corruptions", m, (c,), batch_size=3) for c in ("contrast", "fog") for m in ("noadapt", "eq7_sgd")]
-TINY = Training(images=4, hidden_size=2, steps=2)
+TINY = Training(images=4, hidden_size=2, steps=2, judges=4)
 CLOCK = ("seconds", "predict_seconds", "adapt_seconds", "process_peak_memory", "protocol")
 
 
@@ -342,6 +342,7 @@ def test_a_generator_is_trained_once_even_when_several_ask(tmp_path, monkeypatch
     assert len(set(paths)) == 1
     generator = mgtta.load_generator(paths[0])
     assert generator.about["training"]["images"] == 4
+    assert generator.about["training"]["validated by"] == "accuracy at lr 0.001"
     assert generator.hidden_size == 2
     assert {p.suffix for p in paths[0].parent.iterdir()} == {".safetensors", ".lock"}
     assert labs[0].trained(dataclasses.replace(TINY, seed=1)) != paths[0]
@@ -352,7 +353,7 @@ def test_generator_train_trains_mgttas_own(tmp_path, monkeypatch):
     setup = dataclasses.replace(SMALL, generator="train")
     cells = [dataclasses.replace(FEW[0], method=m) for m in ("mgtta", "tent")]
     mine, tent = run_cells(cells, setup, Store(tmp_path))
-    assert mine["protocol"]["generator"].startswith("trained: ")
+    assert mine["protocol"]["generator"] == "trained on 4 images: gml of hidden size 2, 2 steps, seed 0"
     assert mine["protocol"]["training_images"] == 4
     assert tent["protocol"]["generator"] is None
 

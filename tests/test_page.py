@@ -184,7 +184,7 @@ def test_examples_come_from_the_domains_that_changed_most(monkeypatch):
         fake("mgtta", protocol={"data": "photos"}),
         fake("mgtta", protocol={"model": "resnet18"}),
         fake("mgtta", protocol={"checkpoint": "other.safetensors"}),
-        fake("mgtta", protocol={"generator": "trained: {'images': 128}"}),
+        fake("mgtta", protocol={"generator": "trained on 128 images"}),
         fake("mgtta", protocol={"generator": "gone.safetensors"}),
     ],
     ids=["nothing adapts", "other images", "other model", "other weights", "generator trained there", "generator gone"],

@@ -19,7 +19,7 @@ from mgtta import __version__
 from mgtta._timm import timm
 from mgtta.checkpoint import save_generator
 from mgtta.cluster import connected, spread_on_ray, tasks_of_a_machine
-from mgtta.data.corruptions import frost_source
+from mgtta.data.corruptions import VALIDATION_CORRUPTIONS, frost_source
 from mgtta.data.datasets import KINDS, is_imagenet_c, open_dataset, synsets
 from mgtta.data.glyphs import TEST_SEED, VALIDATION_SEED, Glyphs
 from mgtta.data.held import STAND_INS, Held, Room
@@ -165,14 +165,16 @@ class Lab:
         path = self.folder / "generators" / f"{key}.safetensors"
         with _locked(path.with_suffix(".lock")):
             if not path.exists():
-                self.watch.note(f"training a generator: {training}")
+                self.watch.note(f"a generator is {training}")
                 x = shifted_images(images, training.images, seed=training.seed, device=s.device)
                 if len(x) < training.images:
                     raise ValueError(f"training needs {training.images} validation images, and there are {len(x)}")
                 part = path.with_suffix(".part")  # a training that was stopped goes on from here
+                judges = list(stream(corrupted(images, VALIDATION_CORRUPTIONS), first=training.judges, device=s.device))
                 generator = meta_train(
                     self.model(), self.source, x, hidden_size=training.hidden_size, memory=training.memory,
-                    steps=training.steps, seed=training.seed, checkpoint=part, progress=False,
+                    steps=training.steps, validation=None if judges[0].y is None else judges, seed=training.seed,
+                    checkpoint=part, progress=False,
                 )  # fmt: skip
                 save_generator(generator, path, command=command())
                 part.unlink(missing_ok=True)
@@ -253,7 +255,7 @@ class Lab:
         on_the_fly = not isinstance(self.images(cell.split, cell.data), str)
         ours = f"mgtta, on the fly; frost: {frost_source()}" if on_the_fly else "as published"
         named = self.setup.generator if own else known.get("generator")
-        generator = f"trained: {dataclasses.asdict(training)}" if training else named
+        generator = str(training) if training else named
         protocol = {
             "model": model.name,
             "checkpoint": self.setup.checkpoint,

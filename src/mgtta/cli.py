@@ -53,7 +53,7 @@ def adapt(
     resume: Annotated[Path | None, typer.Option(help="A file that keeps the run, to go on from after a kill.")] = None,
     save_every: Annotated[int, typer.Option(min=1, help="Batches between two saves of the run.")] = 32,
     guard: Annotated[bool, typer.Option("--guard", help="Watch for collapse, and undo it.")] = False,
-    precision: Precision = "fp32",
+    precision: Precision = "auto",
     low_memory: Annotated[bool, typer.Option("--low-memory", help="With bf16: keep few activations.")] = False,
     schedule: Annotated[str, typer.Option(help="always; auto: learn most just after a shift.")] = "always",
     size: Size = None,

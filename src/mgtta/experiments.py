@@ -48,13 +48,21 @@ class Setup:
 
 @dataclass(frozen=True)
 class Training:
-    """A generator to be trained on validation images under the validation corruptions."""
+    """A generator to be trained on validation images under the validation corruptions.
+
+    judges: images of each corruption by whose accuracy it is judged after every pass, where they are labelled.
+    """
 
     images: int = 128
     hidden_size: int = 8
     memory: str = "gml"
     steps: int = 2000
     seed: int = 0
+    judges: int = 256
+
+    def __str__(self) -> str:
+        size = f"{self.memory} of hidden size {self.hidden_size}"
+        return f"trained on {self.images} images: {size}, {self.steps} steps, seed {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -141,7 +149,7 @@ QUICK: dict[str, Any] = {
     "samples": (8, 16, 32, 64),
     "sizes": (2, 8, 16),
     "rates": (0.1, 1.0, 10.0),
-    "training": Training(images=16, steps=16),
+    "training": Training(images=16, steps=16, judges=16),
 }
 
 

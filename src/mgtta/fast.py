@@ -93,8 +93,8 @@ class Fast:
         """What the graphs have reserved for good, gaps between tensors included."""
         return sum(captured.held for captured in self.graphs.values())
 
-    def adapt(self, method: Any, x: Tensor, now: bool = False) -> tuple[Tensor, Tensor]:
-        """The logits of x, after which the method has learned from x; and a summary for a schedule.
+    def adapt(self, method: Any, x: Tensor, now: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The logits of x, after which the method has learned from x; and a summary for its schedule, if it has one.
 
         Args:
             now: compile and capture at once, however rare the shape.
@@ -111,8 +111,8 @@ class Fast:
         self.pending = True
         return self._run(self._adapt, method, x, now)
 
-    def predict(self, method: Any, x: Tensor, now: bool = False) -> tuple[Tensor, Tensor]:
-        """The logits of x as the method stands, and a summary for a schedule."""
+    def predict(self, method: Any, x: Tensor, now: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The logits of x as the method stands, and a summary for its schedule, if it has one."""
         method.model.check(x)
         with torch.inference_mode(False), torch.no_grad():
             return self._run(self._predict, method, x, now)
@@ -147,18 +147,21 @@ class Fast:
             self.network = (ViT if ViT.fits(method.model) else Hooked)(method.model, self.low_memory)
         return self.network
 
-    def _adapt(self, method: Any, x: Tensor, how: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+    def _adapt(self, method: Any, x: Tensor, how: Callable[..., Any]) -> tuple[Tensor, Tensor | None]:
         assert self.flat is not None
         logits, features = self._net(method)(x, how)
-        loss, about = how(_criterion)(method, logits, features)
+        loss = how(_criterion)(method, logits, features)
         how(_step)(self.flat, torch.autograd.grad(loss, self.flat.params), logits, loss)
-        return logits.detach(), about
+        return logits.detach(), self._about(method, logits, features, how)
 
-    def _predict(self, method: Any, x: Tensor, how: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+    def _predict(self, method: Any, x: Tensor, how: Callable[..., Any]) -> tuple[Tensor, Tensor | None]:
         logits, features = self._net(method)(x, how)
-        return logits, how(summary)(logits, features)
+        return logits, self._about(method, logits, features, how)
 
-    def _run(self, run: Callable[..., Any], method: Any, x: Tensor, now: bool) -> tuple[Tensor, Tensor]:
+    def _about(self, method: Any, logits: Tensor, features: list[Tensor], how: Callable[..., Any]) -> Tensor | None:
+        return None if method.schedule is None else how(summary)(logits, features)
+
+    def _run(self, run: Callable[..., Any], method: Any, x: Tensor, now: bool) -> tuple[Tensor, Tensor | None]:
         key, device = (run.__name__, x.shape, x.dtype), self._device(method)
         if key not in self.graphs:
             self.seen[key] += 1
@@ -228,10 +231,10 @@ class _Captured:
         self.held = torch.cuda.memory_reserved(x.device) - held
         torch.cuda.reset_peak_memory_stats(x.device)
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         self.x.copy_(x, non_blocking=True)
         self.graph.replay()
-        return self.logits.clone(), self.about.clone()
+        return self.logits.clone(), None if self.about is None else self.about.clone()
 
 
 def _clear_workspaces() -> None:
@@ -242,8 +245,8 @@ def _clear_workspaces() -> None:
 # --- what is compiled, beside the network
 
 
-def _criterion(method: Any, logits: Tensor, features: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return method.criterion(logits, features), summary(logits, features)
+def _criterion(method: Any, logits: Tensor, features: list[Tensor]) -> Tensor:
+    return method.criterion(logits, features)
 
 
 def _step(flat: FlatStep, grads: tuple[Tensor, ...], logits: Tensor, loss: Tensor) -> None:

@@ -351,7 +351,7 @@ def create(
     max_seconds: float | None = None,
     process_group: ProcessGroup | None = None,
     guard: Guard | bool = False,
-    precision: str = "fp32",
+    precision: str = "auto",
     low_memory: bool = False,
     schedule: str = "always",
     **settings: Any,
@@ -364,8 +364,9 @@ def create(
             method and calls it, batch by batch, with its share of the images, which may be none.
         guard: True, or mgtta.Guard(...): watch for collapse, see mgtta.guard.
         precision: "fp32", exact; "bf16", the fast path: frozen weights in bfloat16, all that adapts in float32, on a
-            GPU compiled and captured, see mgtta.fast; "auto": the fast path for NoAdapt, TENT and Eq. 7 with any
-            optimizer where a plain ViT in float32 is on a GPU that has bfloat16, and no ranks or seconds are named.
+            GPU compiled and captured, see mgtta.fast; "auto", the default: the fast path for NoAdapt, TENT and Eq. 7
+            with any optimizer where a plain ViT in float32 is on a GPU that has bfloat16, and no ranks or seconds are
+            named.
         low_memory: on the fast path, recompute activations where they would be kept: slower.
         schedule: "auto" learns at once after a shift and then ever more rarely, see mgtta.schedule.
     """
@@ -400,7 +401,7 @@ def create(
         method.join(ranks_of(process_group))
         chosen = repr((max_updates, max_seconds, sorted(settings.items())))  # of tensors, a few digits of some numbers
         method.ranks.agree("model, method and settings", [method.fingerprint, method.kind, chosen])
-    if precision != "fp32":
+    if precision == "bf16" or (precision == "auto" and next(method.model.parameters()).is_cuda):
         from mgtta.fast import takes
 
         if takes(method, precision):
