@@ -10,6 +10,7 @@ import warnings
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
@@ -47,10 +48,10 @@ def decode(file: bytes | str | os.PathLike, *, name: str, size: int = 224, crop_
             with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=FORMATS) as opened:
                 if opened.width * opened.height > MAX_PIXELS:
                     raise ValueError(f"claims {opened.width} x {opened.height} pixels, more than {MAX_PIXELS:,}")
-                image = _crop(_rgb(opened), size, crop_pct)
+                pixels = torch.from_numpy(np.array(_rgb(opened))).permute(2, 0, 1)
+                return _crop(pixels, size, crop_pct).contiguous()
     except Exception as error:  # PIL's decoders fail in many ways
         raise ImageError(f"cannot read image {name}: {_reason(error)}") from error
-    return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())
 
 
 def _rgb(image: Image.Image) -> Image.Image:
@@ -59,18 +60,18 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _crop(image: Image.Image, size: int, crop_pct: float) -> Image.Image:
-    if image.size == (size, size):
+def _crop(image: Tensor, size: int, crop_pct: float) -> Tensor:
+    h, w = image.shape[1:]
+    if (h, w) == (size, size):
         return image
     short = math.floor(size / crop_pct)
-    w, h = image.size
-    w, h = (short, int(short * h / w)) if w <= h else (int(short * w / h), short)
-    if w * h > MAX_PIXELS:  # a sliver, one pixel wide, grows to this
-        raise ValueError(f"{image.width} x {image.height} pixels would be resized to {w} x {h}")
-    if image.size != (w, h):
-        image = image.resize((w, h), Image.Resampling.BICUBIC)
-    left, top = round((w - size) / 2), round((h - size) / 2)
-    return image.crop((left, top, left + size, top + size))
+    new_h, new_w = (int(short * h / w), short) if w <= h else (short, int(short * w / h))
+    if new_h * new_w > MAX_PIXELS:  # a sliver, one pixel wide, grows to this
+        raise ValueError(f"{w} x {h} pixels would be resized to {new_w} x {new_h}")
+    if (h, w) != (new_h, new_w):  # as PIL does, up to one level here and there, in a quarter of its time
+        image = F.interpolate(image[None], (new_h, new_w), mode="bicubic", antialias=True)[0]
+    top, left = round((new_h - size) / 2), round((new_w - size) / 2)
+    return image[:, top : top + size, left : left + size]
 
 
 def _reason(error: Exception) -> str:
