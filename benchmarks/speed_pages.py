@@ -1,5 +1,6 @@
 """The pages of benchmarks/speed.py: its figures as markdown and as a plot."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ WAYS = ("as released, parameter by parameter", "batched", "fast path")
 
 
 def page(result: dict[str, Any]) -> str:
-    makers = {"step": step_page, "growth": growth_page, "data": data_page, "accuracy": accuracy_page}
+    accuracy = partial(accuracy_page, steps=[part for key, part in result.items() if part["gpu"] and "step" in key])
+    makers = {"step": step_page, "growth": growth_page, "data": data_page, "accuracy": accuracy}
     parts = [
         f"{makers[name](part)}\n\nCommand: `{part['command']}` ({part['where']}, torch {part['torch']})"
         for key, part in sorted(result.items(), key=lambda item: PARTS.index(item[0].split()[0]))
@@ -105,21 +107,32 @@ def data_page(part: dict[str, Any]) -> str:
     return f"## From JPEG tars, {part['cores']} cores\n\n{table(['worker processes', 'images/s'], rows)}"
 
 
-def accuracy_page(part: dict[str, Any]) -> str:
-    plain = {r["precision"]: r["seconds"] for r in part["rows"] if r["name"] == "NoAdapt" and r["seconds"] is not None}
+def accuracy_page(part: dict[str, Any], steps: list[dict[str, Any]]) -> str:
+    """The table, and what the schedule comes to there and at the times of `steps`."""
+    rows = part["rows"]
+    plain = {r["precision"]: r["seconds"] for r in rows if r["name"] == "NoAdapt" and r["seconds"] is not None}
     lines = [
         [
-            r["name"], r["precision"], "before each" if r["reset"] == "domain" else "never", f"{r['top1']:.2f}",
+            r["name"], r["precision"], "" if r["lr"] is None else f"{r['lr']:g}",
+            "before each" if r["reset"] == "domain" else "never", f"{r['top1']:.2f}",
             f"{r['updates']} of {r['batches']}",
-            *([f"{r['seconds']:.2f}", f"{r['seconds'] / plain[r['precision']]:.2f}"] if r["seconds"] else ["", ""]),
+            *([f"{r['seconds']:.3f}", f"{r['seconds'] / plain[r['precision']]:.2f}"] if r["seconds"] else ["", ""]),
         ]
-        for r in part["rows"]
+        for r in rows
     ]  # fmt: skip
-    head = ["", "precision", "reset", "top-1, %", "updates", "seconds", "times NoAdapt"]
-    return (
-        f"## Accuracy: DeiT-Tiny, {part['images']} ImageNet images under each corruption, lr {part['lr']:g}\n\n"
-        f"{table(head, lines)}"
+    head = ["", "precision", "lr", "reset", "top-1, %", "updates", "seconds", "times NoAdapt"]
+    always, schedule = rows[-2:]
+    share = schedule["updates"] / schedule["batches"]
+    text = (
+        f"The schedule learns from {100 * share:.1f} % of the batches, and ends "
+        f"{schedule['top1'] - always['top1']:+.2f} points from learning always."
     )
+    for step in steps:
+        found = {row["name"]: row["seconds"] for row in step["rows"] if row["precision"] == "bf16"}
+        cost = share * found["MGTTA"] / found["NoAdapt"] + 1 - share
+        text += f" At the times of {step['model']} above, so many steps and predictions take {cost:.3f} times NoAdapt."
+    title = f"## Accuracy: DeiT-Tiny, {part['images']} ImageNet images under each corruption"
+    return f"{title}\n\n{table(head, lines)}\n\n{text}"
 
 
 def plot(part: dict[str, Any], path: Path) -> None:

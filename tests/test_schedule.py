@@ -9,7 +9,7 @@ from conftest import CLASSES, confident_vit, images, random_generator
 
 import mgtta
 from mgtta.files import read_tree, write_tree
-from mgtta.schedule import BURST, REST, Schedule, summary
+from mgtta.schedule import BURST, REST, SKIP, Schedule, summary
 
 
 def make(name="mgtta", **settings):
@@ -47,7 +47,7 @@ def follow(schedule, n, centre, unsure=1.0, seed=0):
 
 def test_a_burst_then_ever_longer_rests():
     schedule = Schedule()
-    found = follow(schedule, 40, torch.zeros(64))
+    found = follow(schedule, BURST + 15 * REST + 4, torch.zeros(64))
     assert found[:BURST] == [True] * BURST
     at = [i for i, learns in enumerate(found) if learns][BURST - 1 :]
     rests = [b - a - 1 for a, b in pairwise(at)]
@@ -71,7 +71,7 @@ def test_rests_stay_short_as_long_as_predictions_become_surer():
     for schedule, slope in ((steady, 0.0), (falling, 0.3)):
         random = torch.Generator().manual_seed(0)
         count = 0
-        for t in range(30):
+        for t in range(BURST + 10 * REST):
             count += schedule.due
             logits[:, 0] = slope * t
             schedule.note(summary(logits, [torch.randn(1, 64, generator=random)]), schedule.due)
@@ -90,6 +90,24 @@ def test_a_stream_with_one_shift(name, precision):
     assert method.schedule.shifts >= 1
     assert sum(after) >= BURST
     assert method(images(32)).isfinite().all()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_it_rests_on_the_mean_of_its_parameters(precision, monkeypatch):
+    method, average, seen = make("tent", precision=precision), Schedule.average, []
+
+    def watched(schedule, params):
+        seen.append([p.detach().clone() for p in params])
+        average(schedule, params)
+
+    monkeypatch.setattr(Schedule, "average", watched)
+    for t in range(BURST + REST + 1):
+        method(images(32, seed=t))
+    assert len(seen) == BURST + 1
+    assert method.schedule.shifts == 0
+    for p, *values in zip(method.adapted.values(), *seen[SKIP:], strict=True):
+        torch.testing.assert_close(p.detach(), torch.stack(values).mean(0))
+    assert any(not torch.equal(p, last) for p, last in zip(method.adapted.values(), seen[-1], strict=True))
 
 
 def test_predictions_come_as_ever():

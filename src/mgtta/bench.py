@@ -206,7 +206,7 @@ class Lab:
         limits: dict[str, Any] = {"max_updates": cell.max_updates, "max_seconds": cell.max_seconds}
         limits["precision"] = self.setup.precision
         method = create(cell.method, self.model(images), process_group=self.group, **limits, **settings)
-        if cell.alone:  # the first batch of all pays for what is set up once; it leaves no trace
+        if cell.timed:  # the first batch of all pays for what is set up once; it leaves no trace
             method.warm_up(next(iter(batches)).x)
             method(next(iter(batches)).x)
             method.reset()

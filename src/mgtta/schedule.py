@@ -6,6 +6,9 @@ it rests for `REST` batches, learns from one, rests for twice as many, and so on
 shows that learning has made the predictions surer. While it rests, the forward pass gives all that is needed to notice
 a shift: the means of each layer's features, which leave the range that they have moved in so far.
 
+Few steps must be large ones, and each is as noisy as its batch. So it rests on the mean of the parameters that it has
+had since the shift, after each update but the first `SKIP`, and goes on from there.
+
 Notation    s  means of the features of a batch, all layers one after another, (D,)
             c, v  mean of s, and mean squared distance from it, over the batches of the domain
 """
@@ -21,12 +24,13 @@ from torch import Tensor
 from mgtta.losses import entropy
 
 SCHEDULES = ("always", "auto")
-BURST = 3  # batches learned from after a start or a shift
-REST = 2  # batches of the first rest
+BURST = 5  # batches learned from after a start or a shift
+REST = 8  # batches of the first rest
+SKIP = 2  # updates after a shift that are still far from where it will rest
 SHIFT = 3.0  # |s - c|^2 / v from which on a batch belongs to another domain, where v is well known
 FEW = 3.0  # batches after which v is known to a factor of 2
 GAIN = 0.05  # part of the entropy by which a rest must fall short of the one before, to be worth another like it
-MEMORY = 16  # batches that c and v look back on
+MEMORY = 16  # batches that c and v look back on, and updates that the mean of the parameters does
 
 
 @torch.no_grad()
@@ -50,6 +54,7 @@ class Schedule:
     batches: int = 0  # number of batches,
     before: float = 0.0  # and mean of the rest before
     shifts: int = 0
+    mean: list[Tensor] | None = None  # of the parameters
 
     @property
     def due(self) -> bool:
@@ -73,6 +78,20 @@ class Schedule:
             self._follow(means, distance)
             self.unsure, self.batches = self.unsure + unsure, self.batches + 1
             self.left -= 1
+
+    @torch.no_grad()
+    def average(self, params: list[Tensor]) -> None:
+        """Follow an update: take the parameters into their mean and, where a rest begins, put it in their place."""
+        count = min(self.learned - SKIP, MEMORY)
+        if count < 1:
+            return
+        if self.mean is None:
+            self.mean = [p.detach().clone() for p in params]
+        else:
+            self.mean = [m.to(p) for m, p in zip(self.mean, params, strict=True)]
+            torch._foreach_lerp_(self.mean, params, 1 / count)
+        if self.left:
+            torch._foreach_copy_(params, self.mean)
 
     def _begin(self) -> None:
         """A shift: learn from the next batches."""

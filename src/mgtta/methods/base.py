@@ -183,6 +183,8 @@ class Method(nn.Module):
                 logits, about = self._taken(x, learns)
             if self.schedule is not None and about is not None:
                 self.schedule.note(about, learns)
+                if learns:
+                    self.schedule.average(list(self.adapted.values()))
         if logits.is_cuda and self.max_seconds is not None:
             torch.cuda.synchronize(logits.device)
         took = time.perf_counter() - began
