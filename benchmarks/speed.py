@@ -204,6 +204,8 @@ def method_of(label: str, name: str, model: mgtta.Classifier, x: Tensor, precisi
             settings["source"] = mgtta.source_statistics(model, x[:64] if len(x) > 1 else torch.cat([x, 255 - x]))
         method = mgtta.create(name, model, precision=precision.replace("tf32", "fp32"), **settings)
         method.warm_up(x)
+        if method.schedule is not None:
+            method.schedule.left = sys.maxsize  # as if it had just learned
         kept.append(method)
         return lambda: method(x)
 
@@ -264,6 +266,7 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
         who += [method_of(label, name, model, x, fast) for label, name in names]
         who.append(method_of("MGTTA, low memory", "mgtta", model, x, fast, low_memory=True))
         who.append(method_of("MGTTA, budget spent", "mgtta", model, x, fast, max_updates=0))
+        who.append(method_of("MGTTA, schedule at rest", "mgtta", model, x, fast, schedule="auto"))
     pixels = x.float() / 255
 
     def usual(autocast: bool) -> Callable[[], object]:

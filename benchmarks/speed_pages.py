@@ -129,8 +129,8 @@ def accuracy_page(part: dict[str, Any], steps: list[dict[str, Any]]) -> str:
     )
     for step in steps:
         found = {row["name"]: row["seconds"] for row in step["rows"] if row["precision"] == "bf16"}
-        cost = share * found["MGTTA"] / found["NoAdapt"] + 1 - share
-        text += f" At the times of {step['model']} above, so many steps and predictions take {cost:.3f} times NoAdapt."
+        cost = (share * found["MGTTA"] + (1 - share) * found["MGTTA, schedule at rest"]) / found["NoAdapt"]
+        text += f" At the times of {step['model']} above, so many steps and rests take {cost:.3f} times NoAdapt."
     title = f"## Accuracy: DeiT-Tiny, {part['images']} ImageNet images under each corruption"
     return f"{title}\n\n{table(head, lines)}\n\n{text}"
 

@@ -101,7 +101,8 @@ def test_it_rests_on_the_mean_of_its_parameters(precision, monkeypatch):
         average(schedule, params)
 
     monkeypatch.setattr(Schedule, "average", watched)
-    for t in range(BURST + REST + 1):
+    method.schedule.rest = 4
+    for t in range(BURST + 4 + 1):
         method(images(32, seed=t))
     assert len(seen) == BURST + 1
     assert method.schedule.shifts == 0

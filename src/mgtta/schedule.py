@@ -25,8 +25,8 @@ from mgtta.losses import entropy
 
 SCHEDULES = ("always", "auto")
 BURST = 5  # batches learned from after a start or a shift
-REST = 8  # batches of the first rest
-SKIP = 2  # updates after a shift that are still far from where it will rest
+REST = 32  # batches of the first rest
+SKIP = 1  # updates after a shift that are still far from where it will rest
 SHIFT = 3.0  # |s - c|^2 / v from which on a batch belongs to another domain, where v is well known
 FEW = 3.0  # batches after which v is known to a factor of 2
 GAIN = 0.05  # part of the entropy by which a rest must fall short of the one before, to be worth another like it
@@ -86,7 +86,7 @@ class Schedule:
         if count < 1:
             return
         if self.mean is None:
-            self.mean = [p.detach().clone() for p in params]
+            self.mean = list(torch._foreach_mul(params, 1.0))  # copies, made all at once
         else:
             self.mean = [m.to(p) for m, p in zip(self.mean, params, strict=True)]
             torch._foreach_lerp_(self.mean, params, 1 / count)
