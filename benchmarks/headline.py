@@ -97,19 +97,21 @@ def table(methods: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def streams(folder: Path) -> str:
-    """Markdown: top-1 on streams other than the headline's, for the methods that ran on all of them."""
+    """Markdown: top-1 on streams other than the headline's; the lowest of the first one first."""
     records = Store(folder).records()
-    columns = {
-        title: [r for r in records if all(r[key] == value for key, value in asked.items())]
-        for title, asked in STREAMS.items()
-    }
-    names = [name for name in LINES if all(any(r["method"] == name for r in found) for found in columns.values())]
-    rows = {name: [_mean_and_spread([r for r in found if r["method"] == name]) for found in columns.values()]
-            for name in reversed(names)}  # fmt: skip
-    best = [max(row[i][0] for row in rows.values()) for i in range(len(columns))]
+    columns: dict[str, dict[str, tuple[float, str]]] = {}
+    for title, asked in STREAMS.items():
+        found = defaultdict(list)
+        for r in records:
+            if all(r[key] == value for key, value in asked.items()):
+                found[r["method"]].append(r)
+        columns[title] = {name: _mean_and_spread(its) for name, its in found.items()}
+    first, *_ = columns.values()
+    best = [max(column.values()) for column in columns.values()]
     lines = [["method", *columns], ["---"] * (1 + len(columns))]
-    for name, row in rows.items():
-        lines.append([name, *(f"**{text}**" if mean == best[i] else text for i, (mean, text) in enumerate(row))])
+    for name in sorted(first, key=first.__getitem__):
+        cells = [column.get(name, (0.0, "")) for column in columns.values()]
+        lines.append([name, *(f"**{c[1]}**" if c == top else c[1] for c, top in zip(cells, best, strict=True))])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

@@ -28,9 +28,12 @@ def differences(section: Section) -> list[Difference]:
     in each of them.
 
     The interval is Student's, at 95 %, over domains, each the mean over its seeds, since seeds of one domain are not
-    independent of each other; with one domain it is over seeds. One pair has none.
+    independent of each other; with one domain it is over seeds. One pair has none. Learning rates are not compared:
+    the same one means little to two methods.
     """
-    found = []
+    found: list[Difference] = []
+    if section.axis == "lr":
+        return found
     figure = section.figure
     for column in [MEAN] if section.axis == "domain" else section.columns:
         values: dict[str, dict[tuple[str, int], float]] = {row: {} for row in section.rows}
