@@ -1,12 +1,14 @@
-"""The README's tables and figure, from the records of `mgtta bench corruptions` and of other streams.
+"""The README's figures, from the records of `mgtta bench corruptions` and other streams, and from results/speed.json.
 
     python benchmarks/headline.py results/imagenet
 
-writes the tables between their marks in README.md, and headline.svg beside the records.
+writes them between their marks in README.md, and headline.svg beside the records.
 """
 
+import json
 import statistics
 import sys
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,24 @@ def streams(folder: Path) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def speed() -> str:
+    """A sentence: what a step of ViT-B costs on a GPU."""
+    steps = json.loads((ROOT / "results" / "speed.json").read_text())
+    [part] = [part for key, part in steps.items() if key.startswith("step vit_base") and part["gpu"]]
+    rows = {(row["name"], row["precision"]): row for row in part["rows"]}
+    fast, exact, low = rows["MGTTA", "bf16"], rows["MGTTA", "fp32"], rows["MGTTA, low memory", "bf16"]
+    seconds, batch = fast["seconds"], part["batch"]
+    words = [
+        f"On an {part['where'].removeprefix('NVIDIA ')}, MGTTA takes {1e3 * seconds:.1f} ms for {batch} images with",
+        f"ViT-B/16 in bfloat16: {seconds / rows['NoAdapt', 'bf16']['seconds']:.2f} times the forward pass alone,",
+        f"50,000 images in {seconds * 50000 / batch:.1f} s, in {fast['peak'] / 1e6:,.0f} MB",
+        f"({low['peak'] / 1e6:,.0f} MB at {low['seconds'] / seconds:.2f} times the time).",
+        f"In exact float32 it takes {1e3 * exact['seconds']:.0f} ms. [Speed](docs/speed.md) says how,",
+        "and [results/speed.md](results/speed.md) how it was measured.",
+    ]
+    return textwrap.fill(" ".join(words), 120)
+
+
 def _mean_and_spread(records: list[dict[str, Any]]) -> tuple[float, str]:
     scores = list(mean_over_domains(records).values())
     spread = f" ± {statistics.stdev(scores):.1f}" if len(scores) > 1 else ""
@@ -164,6 +184,7 @@ def main() -> None:
     readme = ROOT / "README.md"
     page = between(readme.read_text(), "headline", table(methods))
     page = between(page, "streams", streams(folder))
+    page = between(page, "speed", speed())
     with atomic(readme) as path:
         path.write_text(page)
     print(table(methods))

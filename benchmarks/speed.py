@@ -379,7 +379,8 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
         run("NoAdapt", "noadapt", "domain", precision=precision)
         run("MGTTA", "mgtta", "domain", args.lr, precision=precision)
     run("NoAdapt", "noadapt", "never", precision="bf16")
-    run("MGTTA", "mgtta", "never", args.lr_always, precision="bf16")
+    for lr in args.lr_always:
+        run("MGTTA", "mgtta", "never", lr, precision="bf16")
     run("MGTTA, schedule", "mgtta", "never", args.lr, precision="bf16", schedule="auto")
     return {"images": first or len(test), "rows": rows}
 
@@ -409,7 +410,9 @@ def main() -> None:
     parser.add_argument(
         "--lr", type=float, default=5e-3, help="of `accuracy`: MGTTA's, with reset or with the schedule"
     )
-    parser.add_argument("--lr-always", type=float, default=2e-3, help="of `accuracy`: MGTTA's without either")
+    parser.add_argument(
+        "--lr-always", type=float, nargs="+", default=[1e-3, 2e-3], help="of `accuracy`: MGTTA's without either"
+    )
     parser.add_argument("--quick", action="store_true", help="does it run?")
     parser.add_argument("--out", type=Path, help="the folder of speed.json, speed.md and speed.svg")
     args = parser.parse_args()

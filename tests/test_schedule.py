@@ -157,3 +157,19 @@ def test_what_cannot_follow_one_is_refused(model):
         mgtta.create("lame", model, schedule="auto")
     with pytest.raises(ValueError, match=r"unknown schedule 'never'; valid: always, auto"):
         mgtta.create("tent", model, schedule="never")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_comes_from_a_gpu_is_read_before_the_next_batch():
+    here, there = Schedule(), Schedule()
+    random = torch.Generator().manual_seed(0)
+    for t in range(3 * BURST):
+        found = torch.randn(65, generator=random) + (t > 2 * BURST)
+        here.note(found, here.due)
+        there.note(found.cuda(), there.due)
+        there.settle()
+    states = here.state(), there.state()
+    assert states[0].keys() == states[1].keys()
+    assert torch.equal(states[0].pop("centre"), states[1].pop("centre"))
+    assert states[0] == states[1]

@@ -56,15 +56,32 @@ class Schedule:
     shifts: int = 0
     mean: list[Tensor] | None = None  # of the parameters
 
+    _coming = None  # a summary on its way from a GPU, when it has arrived, and whether its batch was learned from
+
     @property
     def due(self) -> bool:
         """Whether to learn from the next batch."""
         return self.left == 0
 
     def note(self, summary: Tensor, learned: bool) -> None:
-        """Follow a batch: what `summary` says of it, and whether it was learned from. Waits for the device."""
-        found = summary.cpu()
-        means, unsure = found[:-1], float(found[-1])
+        """Follow a batch: what `summary` says of it, and whether it was learned from. From a GPU, that is read by
+        `settle`, before the next batch: to wait for it here would leave the GPU idle."""
+        if summary.is_cuda:
+            arrived = torch.cuda.Event()
+            self._coming = summary.to("cpu", non_blocking=True), arrived, learned
+            arrived.record(torch.cuda.current_stream(summary.device))
+        else:
+            self._take(summary, learned)
+
+    def settle(self) -> None:
+        """Read what is still to come."""
+        if self._coming is not None:
+            (summary, arrived, learned), self._coming = self._coming, None
+            arrived.synchronize()
+            self._take(summary, learned)
+
+    def _take(self, summary: Tensor, learned: bool) -> None:
+        means, unsure = summary[:-1], float(summary[-1])
         distance = 0.0 if self.centre is None else float((means - self.centre).square().sum())
         if not (math.isfinite(unsure) and math.isfinite(distance)):
             return

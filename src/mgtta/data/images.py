@@ -68,7 +68,7 @@ def _crop(image: Tensor, size: int, crop_pct: float) -> Tensor:
     new_h, new_w = (int(short * h / w), short) if w <= h else (short, int(short * w / h))
     if new_h * new_w > MAX_PIXELS:  # a sliver, one pixel wide, grows to this
         raise ValueError(f"{w} x {h} pixels would be resized to {new_w} x {new_h}")
-    if (h, w) != (new_h, new_w):  # as PIL does, up to one level here and there, in a quarter of its time
+    if (h, w) != (new_h, new_w):  # as PIL does but for a level here and there, and faster
         image = F.interpolate(image[None], (new_h, new_w), mode="bicubic", antialias=True)[0]
     top, left = round((new_h - size) / 2), round((new_w - size) / 2)
     return image[:, top : top + size, left : left + size]

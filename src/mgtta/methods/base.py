@@ -83,7 +83,7 @@ class Method(nn.Module):
     shares_batches = False  # whether all that hangs on a whole batch is asked of `ranks`
     static_step = False  # whether a step does the same whatever is in a batch; each class says so for itself
     fast: "Fast | None" = None
-    schedule: Schedule | None = None
+    _schedule: Schedule | None = None
 
     def __init__(self, model: Classifier):
         super().__init__()
@@ -159,6 +159,16 @@ class Method(nn.Module):
     def skipped(self, value: int) -> None:
         self._settle()
         self._skipped = value
+
+    @property
+    def schedule(self) -> Schedule | None:
+        if self._schedule is not None:
+            self._schedule.settle()
+        return self._schedule
+
+    @schedule.setter
+    def schedule(self, value: Schedule | None) -> None:
+        self._schedule = value
 
     def _settle(self) -> None:
         """Count what the fast path has done since it was last asked."""
@@ -329,6 +339,7 @@ class Method(nn.Module):
 
     def __getstate__(self) -> Any:
         self._settle()
+        _ = self.schedule  # with all that it is still to hear
         return super().__getstate__()
 
     def _own_buffers(self) -> dict[str, Tensor]:
