@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import torch
+from pages import table
 
 import mgtta
 from mgtta.data.corruptions import CORRUPTIONS
@@ -106,20 +107,21 @@ def run(stream_name: str, method_name: str, images: int, seed: int) -> dict:
     return {**row, "time": seconds["guarded"] / seconds["plain"], "events": list(guarded.events)}
 
 
-def table(rows: list[dict]) -> str:
+def shown(rows: list[dict]) -> str:
+    names = ("noadapt", "plain", "guarded")
+    head = [
+        "stream", "method", "images", "NoAdapt", "plain", "guarded", "guarded - NoAdapt",
+        "last quarter: NoAdapt", "plain", "guarded", "alarms", "time, guarded / plain",
+    ]  # fmt: skip
     lines = [
-        "| stream | method | images | NoAdapt | plain | guarded | guarded - NoAdapt | last quarter: NoAdapt | plain "
-        "| guarded | alarms | time, guarded / plain |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        last = " | ".join(f"{row[f'{name}, last quarter']:.1f}" for name in ("noadapt", "plain", "guarded"))
-        lines.append(
-            f"| {row['stream']} | {row['method']} | {row['images']:,} | {row['noadapt']:.1f} | {row['plain']:.1f} "
-            f"| {row['guarded']:.1f} | {row['guarded'] - row['noadapt']:+.1f} | {last} | {len(row['events'])} "
-            f"| {row['time']:.3f} |"
-        )
-    return "\n".join(lines)
+        [
+            row["stream"], row["method"], f"{row['images']:,}", *(f"{row[name]:.1f}" for name in names),
+            f"{row['guarded'] - row['noadapt']:+.1f}", *(f"{row[f'{name}, last quarter']:.1f}" for name in names),
+            str(len(row["events"])), f"{row['time']:.3f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return table(head, lines)
 
 
 def summary(rows: list[dict]) -> str:
@@ -150,7 +152,7 @@ def page(ran: str, protocol: dict, rows: list[dict]) -> str:
     return (
         f"# The guard on streams made to break adaptation\n\n`{ran}`\n\n{summary(rows)}\n\n"
         f"Top-1 in percent, over the whole stream and over its last quarter; embedded characters, {protocol['model']} "
-        f"({protocol['weights']}).\n\n{table(rows)}\n\n{what}\n"
+        f"({protocol['weights']}).\n\n{shown(rows)}\n\n{what}\n"
     )
 
 
@@ -178,7 +180,7 @@ def main() -> None:
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         for future in as_completed([pool.submit(run, *cell, args.images, args.seed) for cell in cells]):
             row = future.result()
-            print(table([row]).splitlines()[-1], flush=True)
+            print(shown([row]).splitlines()[-1], flush=True)
             rows = sorted([*rows, row], key=place)
             found = {"command": ran, "protocol": protocol, "rows": rows}
             with atomic(path) as temporary:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from marks import between
+from pages import between, table
 
 from mgtta.files import atomic
 from mgtta.store import Store
@@ -72,7 +72,7 @@ def part(records: list[dict[str, Any]], batches: slice) -> float:
     return 100 * hits / images
 
 
-def table(methods: dict[str, list[dict[str, Any]]]) -> str:
+def headline(methods: dict[str, list[dict[str, Any]]]) -> str:
     """Markdown; the lowest first."""
     rows = []
     for name, records in methods.items():
@@ -94,8 +94,7 @@ def table(methods: dict[str, list[dict[str, Any]]]) -> str:
         "worst against NoAdapt, points",
         "ECE, %",
     ]
-    lines = [head, ["---"] * len(head), *(cells for _, cells in rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return table(head, [cells for _, cells in rows])
 
 
 def streams(folder: Path) -> str:
@@ -110,11 +109,11 @@ def streams(folder: Path) -> str:
         columns[title] = {name: _mean_and_spread(its) for name, its in found.items()}
     first, *_ = columns.values()
     best = [max(column.values()) for column in columns.values()]
-    lines = [["method", *columns], ["---"] * (1 + len(columns))]
+    rows = []
     for name in sorted(first, key=first.__getitem__):
         cells = [column.get(name, (0.0, "")) for column in columns.values()]
-        lines.append([name, *(f"**{c[1]}**" if c == top else c[1] for c, top in zip(cells, best, strict=True))])
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        rows.append([name, *(f"**{c[1]}**" if c == top else c[1] for c, top in zip(cells, best, strict=True))])
+    return table(["method", *columns], rows)
 
 
 def speed() -> str:
@@ -182,12 +181,12 @@ def main() -> None:
     methods = by_method(folder)
     draw(methods, folder / "headline.svg")
     readme = ROOT / "README.md"
-    page = between(readme.read_text(), "headline", table(methods))
+    page = between(readme.read_text(), "headline", headline(methods))
     page = between(page, "streams", streams(folder))
     page = between(page, "speed", speed())
     with atomic(readme) as path:
         path.write_text(page)
-    print(table(methods))
+    print(headline(methods))
 
 
 if __name__ == "__main__":

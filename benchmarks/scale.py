@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from marks import between
+from pages import between, table
 
 import mgtta
 from mgtta.distributed import Ranks, share
@@ -183,32 +183,24 @@ def figures(values: list[float]) -> str:
     return f"{middle:.{digits}f} ({low:.{digits}f}–{high:.{digits}f}), {max(values):.{digits}f}"
 
 
-def table(result: dict[str, Any]) -> str:
-    lines = [
-        f"| model, batch of {BATCH} | method | {' | '.join(WAYS)} | ranks / one | apart / one | ranks / apart |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+def tables(result: dict[str, Any]) -> str:
+    lines, messages = [], []
     for row in result["rows"]:
         rates = [row["images/s"][way] for way in WAYS]
         cells = [figures(rate) for rate in rates]
         one, apart, ranks = (statistics.median(rate) for rate in rates)
         cells += [f"× {ranks / one:.2f}", f"× {apart / one:.2f}", f"× {ranks / apart:.2f}"]
-        lines.append(f"| {row['model']} | {row['method']} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        "| model | method | messages of a step | numbers in them | kB (float32) | ms by themselves | of a step |",
-        "|---|---|---|---|---|---|---|",
-    ]
+        lines.append([row["model"], row["method"], *cells])
     for row in result["rows"]:
         step = BATCH / statistics.median(row["images/s"][WAYS[2]])
         alone = statistics.median(row["reduction"])
         numbers = " + ".join(f"{n:,}" for n in row["numbers"])
         kilobytes = 4 * sum(row["numbers"]) / 1000
-        lines.append(
-            f"| {row['model']} | {row['method']} | {row['messages']} | {numbers} | {kilobytes:.1f} | "
-            f"{1000 * alone:.1f} | {100 * alone / step:.1f} % |"
-        )
-    return "\n".join(lines)
+        sent = [str(row["messages"]), numbers, f"{kilobytes:.1f}", f"{1000 * alone:.1f}", f"{100 * alone / step:.1f} %"]
+        messages.append([row["model"], row["method"], *sent])
+    head = [f"model, batch of {BATCH}", "method", *WAYS, "ranks / one", "apart / one", "ranks / apart"]
+    sent = ["messages of a step", "numbers in them", "kB (float32)", "ms by themselves", "of a step"]
+    return f"{table(head, lines)}\n\n{table(['model', 'method', *sent], messages)}"
 
 
 def page(result: dict[str, Any]) -> str:
@@ -232,7 +224,7 @@ find a second core free: "apart / one" says how much it finds, and "ranks / apar
 those of the medians. Each process is a scheduling group of its own (setsid): Linux divides a busy machine among such
 groups first, and within one group the second process found next to nothing, as a rank or apart.
 
-{table(result)}
+{tables(result)}
 
 "By themselves": the same messages sent again, one after another, with nothing to compute in between; on a busy machine
 most of it is waiting for a turn. Beside sending, ranks lose the time that one waits for the other, and each computes
@@ -317,14 +309,15 @@ def projection(result: dict[str, Any]) -> str:
         ("traffic in", f"images × {image:,} bytes (uint8)", f"{asked * image / 1e6:,.0f} MB/s"),
         ("traffic between streams", "they share nothing", "0"),
     ]
-    lines = ["| figure | from | value |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows), ""]
-    lines += ["| what a rank sends for a step of MGTTA | theta | statistics | kB (float32) |", "|---|---|---|---|"]
-    lines += [
-        f"| {row['model']} | {row['theta']:,} | {row['statistics']:,} | "
-        f"{(4 * (row['theta'] + row['statistics']) + 8) / 1e3:.1f} |"
+    sent = [
+        [
+            row["model"], f"{row['theta']:,}", f"{row['statistics']:,}",
+            f"{(4 * (row['theta'] + row['statistics']) + 8) / 1e3:.1f}",
+        ]
         for row in result["sizes"]
-    ]
-    return "\n".join(lines)
+    ]  # fmt: skip
+    head = ["what a rank sends for a step of MGTTA", "theta", "statistics", "kB (float32)"]
+    return f"{table(['figure', 'from', 'value'], map(list, rows))}\n\n{table(head, sent)}"
 
 
 def _gigabytes(who: dict[str, Any], both: bool) -> str:

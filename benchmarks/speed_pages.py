@@ -4,6 +4,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pages import table
+
 from mgtta.files import atomic
 
 PARTS = ("step", "growth", "data", "accuracy")
@@ -21,11 +23,6 @@ def page(result: dict[str, Any]) -> str:
         for name in [key.split()[0]]
     ]
     return "\n\n".join(["# Speed", *parts]) + "\n"
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *rows])
 
 
 def step_page(part: dict[str, Any]) -> str:
@@ -46,7 +43,7 @@ def step_page(part: dict[str, Any]) -> str:
         )
     times = ["ms", "times NoAdapt", "images/s", "peak MB"] if gpu else ["times NoAdapt", "images/s"]
     head = ["", "precision", *times]
-    text = f"## A step: {part['model']}, batch {batch}, n = {part['n']:,}\n\n{table(head, lines)}"
+    text = f"## A step: {part['model']}, batch {batch}, n = {part['n']:,}\n\n{table(head, lines, right=True)}"
     return f"{text}\n\n{_bars(part)}"
 
 
@@ -97,14 +94,14 @@ def growth_page(part: dict[str, Any]) -> str:
     sizes = [[str(row["hidden_size"]), f"{1e3 * row['seconds']:.3f}"] for row in part["hidden"]]
     model = part["rows"][2]["model"]
     return (
-        f"## As work grows\n\n{table(head, lines)}\n\n![Time and memory](speed.svg)\n\n"
-        f"The generator's step for {model}, by hidden size:\n\n{table(['hidden size', 'ms'], sizes)}"
+        f"## As work grows\n\n{table(head, lines, right=True)}\n\n![Time and memory](speed.svg)\n\n"
+        f"The generator's step for {model}, by hidden size:\n\n{table(['hidden size', 'ms'], sizes, right=True)}"
     )
 
 
 def data_page(part: dict[str, Any]) -> str:
     rows = [[str(row["workers"]), f"{row['rate']:,.0f}"] for row in part["rows"]]
-    return f"## From JPEG tars, {part['cores']} cores\n\n{table(['worker processes', 'images/s'], rows)}"
+    return f"## From JPEG tars, {part['cores']} cores\n\n{table(['worker processes', 'images/s'], rows, right=True)}"
 
 
 def accuracy_page(part: dict[str, Any], steps: list[dict[str, Any]]) -> str:
@@ -132,7 +129,7 @@ def accuracy_page(part: dict[str, Any], steps: list[dict[str, Any]]) -> str:
         cost = (share * found["MGTTA"] + (1 - share) * found["MGTTA, schedule at rest"]) / found["NoAdapt"]
         text += f" At the times of {step['model']} above, so many steps and rests take {cost:.3f} times NoAdapt."
     title = f"## Accuracy: DeiT-Tiny, {part['images']} ImageNet images under each corruption"
-    return f"{title}\n\n{table(head, lines)}\n\n{text}"
+    return f"{title}\n\n{table(head, lines, right=True)}\n\n{text}"
 
 
 def plot(part: dict[str, Any], path: Path) -> None:

@@ -24,6 +24,7 @@ import numpy
 import PIL
 import torch
 import torch.nn.functional as F
+from pages import table
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -214,12 +215,10 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def table(trials: dict[str, dict[str, float]]) -> str:
+def compared(trials: dict[str, dict[str, float]]) -> str:
     """Markdown, a column for each training."""
-    names = list(next(iter(trials.values())))
-    rows = [["accuracy, %", *trials], ["---", *("---:" for _ in trials)]]
-    rows += [[name, *(f"{figures[name]:.1f}" for figures in trials.values())] for name in names]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    rows = [[name, *(f"{figures[name]:.1f}" for figures in trials.values())] for name in next(iter(trials.values()))]
+    return table(["accuracy, %", *trials], rows, right=True)
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
@@ -329,7 +328,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
         short = strength.replace(",", "-").replace("=", "")
         save(out / f"glyphs-{'plain' if args.plain else 'vit'}-{short}.safetensors", weights, metadata)
         (out / "figures.json").write_text(json.dumps(trials, indent=1) + "\n")
-    say(table(trials))
+    say(compared(trials))
     return trials
 
 

@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 
 import torch
+from pages import table
 from train_glyphs import Augment, render, round_weights, save, train
 from train_glyphs import parse as training_arguments
 
@@ -90,18 +91,19 @@ def cells(name: str, args: argparse.Namespace) -> list[dict]:
 
 
 def page(protocol: dict, rows: list[dict]) -> str:
-    lines = ["| network | batch | " + " | ".join(METHODS) + " |", "|---|---:" + "|---:" * len(METHODS) + "|"]
+    lines = []
     for name, size in dict.fromkeys((row["model"], row["batch"]) for row in rows):
         found = {row["method"]: row for row in rows if (row["model"], row["batch"]) == (name, size)}
         means = [sum(found[m]["accuracy"]) / len(CORRUPTIONS) if m in found else None for m in METHODS]
         best = max(round(mean, 1) for mean in means if mean is not None)
         shown = ["" if m is None else f"**{m:.1f}**" if round(m, 1) == best else f"{m:.1f}" for m in means]
-        lines.append(f"| {name} | {size} | " + " | ".join(shown) + " |")
+        lines.append([name, str(size), *shown])
     about = __doc__.split("\n\n")[2].strip()
+    shown = table(["network", "batch", *METHODS], lines, right=True)
     return (
         f"# The shipped generator on other networks\n\n`{protocol['command']}`\n\n{about}\n\n"
         f"Mean top-1 in percent over the 15 corruptions, {protocol['images']:,} images each, one seed; mgtta with the "
-        f"generator `imagenet`, torch {torch.__version__} on {protocol['device']}.\n\n" + "\n".join(lines) + "\n"
+        f"generator `imagenet`, torch {torch.__version__} on {protocol['device']}.\n\n{shown}\n"
     )
 
 

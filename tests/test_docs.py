@@ -61,7 +61,7 @@ def test_the_readmes_table_is_the_records(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import headline
 
-    assert headline.table(headline.by_method(ROOT / "results" / "imagenet")) in (ROOT / "README.md").read_text()
+    assert headline.headline(headline.by_method(ROOT / "results" / "imagenet")) in (ROOT / "README.md").read_text()
 
 
 def test_the_methods_page_is_the_registry():

@@ -1,7 +1,6 @@
 """The rendered characters, and the script that trains on them."""
 
 import argparse
-import importlib.util
 import json
 import math
 from itertools import combinations
@@ -137,14 +136,12 @@ def test_images_are_varied(sample):
 # -- benchmarks/train_glyphs.py
 
 
-@pytest.fixture(scope="module")
-def script():
-    pytest.importorskip("mgtta.data.corruptions")
-    path = Path(__file__).parents[1] / "benchmarks" / "train_glyphs.py"
-    spec = importlib.util.spec_from_file_location("train_glyphs", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    import train_glyphs
+
+    return train_glyphs
 
 
 def test_augmentation(script, sample):

@@ -87,7 +87,7 @@ def test_every_piece_of_the_objective_changes_it(model):
 def test_the_logs_tables_are_of_the_results_that_are_kept():
     import json
 
-    from marks import between
+    from pages import between
     from tables import page
 
     root = Path(__file__).parent.parent

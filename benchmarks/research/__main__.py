@@ -22,7 +22,7 @@ sys.path.insert(1, str(Path(__file__).parent.parent))  # what all benchmarks sha
 
 import imagenet
 from laboratory import Lab
-from marks import between
+from pages import between
 from stages import STAGES, Results
 from tables import page
 from tasks import key, short

@@ -3,6 +3,7 @@
 import dataclasses
 import statistics
 
+from pages import table
 from stages import (
     CHANGES,
     DECAYS,
@@ -51,14 +52,10 @@ def page(results: Results) -> str:
             cells.append(f"{statistics.mean(found):.2f} ± {statistics.stdev(found):.2f}" if len(found) == 3 else "")
         if any(cells):
             rows.append([name, *cells])
-    return "\n\n".join(map(_table, (pieces, generators_, rows)))
+    return "\n\n".join(table(head, below) for head, *below in (pieces, generators_, rows))
 
 
 def _described(training: Training) -> str:
     inputs = {Training.inputs: "two inputs", TIME: "two and time", RICH: "nine inputs"}[training.inputs]
     rest = short(dataclasses.replace(training, inputs=Training.inputs, objective=EQ7))
     return f"ours, {inputs}: {rest or 'greedy'}"
-
-
-def _table(rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]])
