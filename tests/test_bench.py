@@ -118,6 +118,35 @@ def test_records_of_other_weights_are_not_taken_for_these(tmp_path):
         run_cells(FEW, SMALL, Store(tmp_path))
 
 
+def test_records_of_other_files_of_the_same_name_are_not_taken_for_these(tmp_path, tree, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cell = dataclasses.replace(FEW[1], method="mgtta")
+    mgtta.save_generator(mgtta.load_generator("imagenet"), "mine.safetensors")
+    setup = Setup(data=str(tree), generator="mine.safetensors", images=6)
+    [record] = run_cells([cell], setup, Store("runs"))
+    assert record["protocol"]["inputs"].keys() == {f"--data {tree}", "--generator mine.safetensors"}
+    assert run_cells([cell], setup, Store("runs")) == [record]
+    mgtta.save_generator(mgtta.load_generator("glyphs"), "mine.safetensors")
+    with pytest.raises(ValueError, match=r"another --generator mine.safetensors, which has changed since"):
+        run_cells([cell], setup, Store("runs"))
+    images = sorted(tree.rglob("*.JPEG"))
+    images[0].write_bytes(images[1].read_bytes())
+    with pytest.raises(ValueError, match="another --data"):
+        run_cells(FEW[:1], dataclasses.replace(setup, generator="imagenet"), Store("runs"))
+
+
+def test_what_a_cell_will_need_is_asked_for_before_the_first_runs(tmp_path, tree, counted):
+    cells = [dataclasses.replace(FEW[0], method=m) for m in ("noadapt", "mgtta")]
+    with pytest.raises(FileNotFoundError, match="no generator 'gone"):
+        run_cells(cells, dataclasses.replace(SMALL, generator="gone.safetensors"), Store(tmp_path))
+    with pytest.raises(FileNotFoundError, match="gone"):
+        run_cells(cells, dataclasses.replace(SMALL, source="gone.safetensors"), Store(tmp_path))
+    trained = dataclasses.replace(cells[1], training=TINY)
+    with pytest.raises(ValueError, match=r"needed for mgtta \(corruptions\): --validation"):
+        run_cells([cells[0], trained], Setup(data=str(tree)), Store(tmp_path))
+    assert not counted
+
+
 def test_finished_cells_are_not_run_again_and_a_stopped_run_goes_on(tmp_path, monkeypatch, counted):
     counting = Lab.run
 
@@ -348,6 +377,18 @@ def test_a_generator_is_trained_once_even_when_several_ask(tmp_path, monkeypatch
     assert labs[0].trained(dataclasses.replace(TINY, seed=1)) != paths[0]
 
 
+def test_a_generator_in_training_is_judged_by_labels_that_are_the_models(tmp_path, tree):
+    [*batches] = Lab(SMALL, tmp_path)._judges(TINY)
+    assert [batch.domain for batch in batches] == list(VALIDATION_CORRUPTIONS)
+    assert {len(batch.x) for batch in batches} == {TINY.judges}
+    few = tmp_path / "few" / "pictures"
+    few.mkdir(parents=True)
+    for path in tree.rglob("*.JPEG"):
+        (few / path.name).write_bytes(path.read_bytes())
+    assert Lab(Setup(data=str(tree), validation=str(few.parent)), tmp_path)._judges(TINY) is None  # all of one class
+    assert Lab(Setup(data=str(tree), validation=str(few)), tmp_path)._judges(TINY) is None  # without labels
+
+
 def test_generator_train_trains_mgttas_own(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "Training", lambda: TINY)
     setup = dataclasses.replace(SMALL, generator="train")
@@ -431,8 +472,9 @@ def test_missing_or_unfit_data_is_named(tmp_path, tree, monkeypatch):
     cell = dataclasses.replace(FEW[1], split="validation")
     with pytest.raises(ValueError, match="--validation"):
         Lab(Setup(data=str(tree)), tmp_path).run(cell)
-    with pytest.raises(ValueError, match="are the test images"):
-        Lab(Setup(data=str(tree), validation=str(tree)), tmp_path)
+    for name in (str(tree), f"{tree}/", str(tree / ".." / tree.name)):
+        with pytest.raises(ValueError, match="are the test images"):
+            Lab(Setup(data=str(tree), validation=name), tmp_path)
     (tree / "another").mkdir()
     with pytest.raises(ValueError, match="31 classes, glyphs_vit has 30"):
         Lab(Setup(data=str(tree)), tmp_path).run(FEW[0])

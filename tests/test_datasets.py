@@ -72,7 +72,7 @@ def test_an_image_of_the_size_passes_untouched():
     assert np.array_equal(image.permute(1, 2, 0).numpy(), array)
 
 
-@pytest.mark.parametrize(("h", "w"), [(80, 50), (50, 80), (20, 33), (37, 37)])
+@pytest.mark.parametrize(("h", "w"), [(80, 50), (82, 50), (50, 80), (20, 33), (37, 37)])
 def test_other_images_are_resized_and_cropped_as_torchvision_does(h, w):
     """Up to a level here and there."""
     from mgtta._timm import torchvision
@@ -191,6 +191,13 @@ def test_imagenet_c_as_published(tmp_path):
         imagenet_c(tmp_path, "fog", 3)
     with pytest.raises(ValueError, match="imagenet_c"):
         open_dataset(tmp_path)
+
+
+def test_a_tree_like_imagenet_c_with_other_classes(tmp_path):
+    tree(tmp_path / "fog" / "5", ["cat", "ant"], n=1)
+    dataset = imagenet_c(tmp_path, "fog", 5, size=SIZE)
+    assert dataset.classes == ["ant", "cat"]
+    assert dataset.labels.tolist() == [0, 1]
 
 
 def test_what_is_missing_says_what_was_looked_for(tmp_path):

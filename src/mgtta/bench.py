@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from mgtta import __version__
 from mgtta._timm import timm
-from mgtta.checkpoint import save_generator
+from mgtta.checkpoint import load_generator, save_generator
 from mgtta.cluster import connected, spread_on_ray, tasks_of_a_machine
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS, frost_source
 from mgtta.data.datasets import KINDS, is_imagenet_c, open_dataset, synsets
@@ -39,6 +39,7 @@ from mgtta.experiments import (
 )
 from mgtta.files import command
 from mgtta.fisher import Fisher, fisher_information
+from mgtta.inputs import check_apart, check_unchanged, seen
 from mgtta.meta import meta_train, shifted_images
 from mgtta.models import Classifier, load_model
 from mgtta.profile import PARTS, optimizer_apart, profiled
@@ -83,8 +84,7 @@ class Lab:
         watch: Watch | None = None,
         group: ProcessGroup | None = None,
     ):
-        if setup.data is not None and setup.data == setup.validation:
-            raise ValueError("the validation images are the test images: name others, or none")
+        check_apart(setup.data, setup.validation)
         if torch.device(setup.device).type == "cuda":
             torch.set_float32_matmul_precision("high" if setup.tf32 else "highest")
             torch.backends.cudnn.allow_tf32 = setup.tf32
@@ -93,6 +93,7 @@ class Lab:
         self._models: dict[Any, Classifier] = {}
         self._sets: dict[Any, Any] = {}
         self._kept: tuple[Any, list[Any]] = (None, [])
+        self._seen: dict[str | None, dict[str, str]] = {}
         self.fingerprint = self.model().fingerprint()
 
     def model(self, images: Any = None) -> Classifier:
@@ -146,9 +147,8 @@ class Lab:
     @cached_property
     def source(self) -> SourceStatistics:
         """The statistics named, the shipped ones, or those of up to 1,000 clean validation images."""
-        ships = self.setup.model in shipped("sources") and self.setup.checkpoint is None
-        if self.setup.source is not None or ships:
-            return load_source(self.setup.source or self.setup.model)
+        if (known := _known_source(self.setup)) is not None:
+            return load_source(known)
         return source_statistics(self.model(), stream(self._clean, first=1000, device=self.setup.device))
 
     @cached_property
@@ -161,7 +161,7 @@ class Lab:
     def trained(self, training: Training) -> Path:
         """The file of a generator, trained by the first who asks and waited for by the rest."""
         images, s = self.images("validation"), self.setup
-        key = digest([training, self.fingerprint, s.data is None, s.validation, self.source.images])
+        key = digest([training, training.judges, self.fingerprint, s.data is None, s.validation, self.source.images])
         path = self.folder / "generators" / f"{key}.safetensors"
         with _locked(path.with_suffix(".lock")):
             if not path.exists():
@@ -170,15 +170,24 @@ class Lab:
                 if len(x) < training.images:
                     raise ValueError(f"training needs {training.images} validation images, and there are {len(x)}")
                 part = path.with_suffix(".part")  # a training that was stopped goes on from here
-                judges = list(stream(corrupted(images, VALIDATION_CORRUPTIONS), first=training.judges, device=s.device))
                 generator = meta_train(
                     self.model(), self.source, x, hidden_size=training.hidden_size, memory=training.memory,
-                    steps=training.steps, validation=None if judges[0].y is None else judges, seed=training.seed,
+                    steps=training.steps, validation=self._judges(training), seed=training.seed,
                     checkpoint=part, progress=False,
                 )  # fmt: skip
                 save_generator(generator, path, command=command())
                 part.unlink(missing_ok=True)
         return path
+
+    def _judges(self, training: Training) -> list[Any] | None:
+        """Validation batches whose labels are the model's; None without such labels."""
+        images = self.images("validation")
+        names, some = getattr(images, "classes", None), getattr(images, "class_indices", None)
+        if some is not None or (names is not None and len(names) != self.model().num_classes):
+            return None
+        domains = corrupted(images, VALIDATION_CORRUPTIONS)
+        batches = list(stream(domains, first=training.judges, device=self.setup.device))
+        return None if batches[0].y is None else batches
 
     def run(self, cell: Cell) -> list[dict[str, Any]]:
         """The cell's records, one for each domain; the first one has the profile of all, where it is asked for."""
@@ -248,6 +257,12 @@ class Lab:
         held = [self._sets.setdefault(k, Held(d.dataset, self.room)) for k, d in zip(keys, domains, strict=True)]
         return [dataclasses.replace(d, dataset=h) for d, h in zip(domains, held, strict=True)]
 
+    def seen(self, cell: Cell) -> dict[str, str]:
+        """What the cell reads from disk, as it is now."""
+        if cell.data not in self._seen:
+            self._seen[cell.data] = seen(self.setup, [cell])
+        return self._seen[cell.data]
+
     def _described(self, cell: Cell, record: Record, precision: str) -> dict[str, Any]:
         model, training, known = self.model(), training_of(cell, self.setup), recipe_settings(cell.method)
         uses_generator = "generator" in known and (training is not None or "optimizer" not in known)
@@ -275,6 +290,7 @@ class Lab:
             "hidden_size": training.hidden_size if training else None,
             "training_images": training.images if training else None,
             "chosen_from": list(cell.chosen_from) or None,
+            "inputs": self.seen(cell),
             "device": _device_name(self.setup.device),
             "precision": "tf32" if self.setup.tf32 and precision == "fp32" else precision,
             "ranks": self.setup.ranks,
@@ -283,6 +299,12 @@ class Lab:
             "command": command(),
         }
         return {**record.to_dict(), **_asked(cell), "protocol": protocol}
+
+
+def _known_source(setup: Setup) -> str | None:
+    """The statistics that need not be taken: a file's, or the shipped ones of a shipped model."""
+    ships = setup.model in shipped("sources") and setup.checkpoint is None
+    return str(setup.source) if setup.source is not None else setup.model if ships else None
 
 
 def training_of(cell: Cell, setup: Setup) -> Training | None:
@@ -339,9 +361,10 @@ def run_cells(
     setup = dataclasses.replace(setup, ranks=ranks.size)
     cells = list(dict.fromkeys(cells))
     _check_engines(cells, ranks.size, workers, ray)
+    _check_needs(cells, setup)
     works = {cell: cell.key(setup) for cell in cells}
     there = ranks.tell(lambda: _by_cell(store))
-    _check_weights(there, setup, store.path)
+    check_unchanged([r["protocol"] for records in there.values() for r in records], setup, cells, store.path)
     done = {name.rpartition("/")[2]: records for name, records in there.items()}
     wanted: dict[str, list[Cell]] = {}  # work -> the cells that ask for it
     for cell in cells:
@@ -416,16 +439,22 @@ def _tasks(cells: Sequence[Cell], setup: Setup) -> list[Cell | Training]:
     return [*dict.fromkeys(t for cell in cells if (t := training_of(cell, setup))), *cells]
 
 
-def _check_weights(there: dict[str, list[dict[str, Any]]], setup: Setup, path: Path) -> None:
-    """Cells go by the names of model and checkpoint; what these stand for must not have changed since."""
-    protocols = [record["protocol"] for records in there.values() for record in records]
-    same = [p for p in protocols if (p["model"], p["checkpoint"]) == (setup.model, setup.checkpoint)]
-    if not same:
-        return
-    now = load_model(setup.model, setup.checkpoint).fingerprint()
-    if other := next((p["weights"] for p in same if p["weights"] != now), None):
-        name = setup.checkpoint or setup.model
-        raise ValueError(f"{path} has records of {name} with other weights ({other}, now {now}): take another --out")
+def _check_needs(cells: Sequence[Cell], setup: Setup) -> None:
+    """Before anything runs: is all there that some cell will ask for?"""
+    source = _known_source(setup)
+    if source is not None:
+        load_source(source)
+    for method in dict.fromkeys(cell.method for cell in cells if training_of(cell, setup) is None):
+        known = recipe_settings(method)
+        if "generator" in known and "optimizer" not in known:
+            load_generator(setup.generator if known["generator"] == Setup.generator else known["generator"])
+    for cell in cells if setup.data is not None and setup.validation is None else ():
+        sourced = needs_source(cell.method) and source is None
+        if cell.split == "validation" or training_of(cell, setup) is not None or sourced:
+            raise ValueError(
+                f"validation images are needed for {cell.method} ({cell.experiment}): --validation, some that are not "
+                "among the test's"
+            )
 
 
 def _check_engines(cells: Sequence[Cell], ranks: int, workers: int, ray: str | None) -> None:

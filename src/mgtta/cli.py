@@ -284,7 +284,7 @@ def bench(
     if corruptions:
         sizes["corruptions"] = tuple(_names(corruptions))
     if seconds:
-        sizes["seconds"] = tuple(float(text) for text in _names(seconds))
+        sizes["seconds"] = tuple(_number(text, "--seconds") for text in _names(seconds))
     known = images or (None if data else IMAGES)
     batches = None if known is None else -(-known // sizes["batch_size"])
     options = experiments.Options(_names(methods), seeds, named, generator, batches=batches, **sizes)
@@ -430,6 +430,13 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def _number(text: str, option: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{option} takes numbers, separated by commas; {text!r} is none") from None
+
+
 def _settings(pairs: list[str]) -> dict[str, Any]:
     import ast
 
@@ -448,7 +455,11 @@ def _settings(pairs: list[str]) -> dict[str, Any]:
 def _device(device: str | None) -> str:
     import torch
 
-    if device and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+    try:
+        kind = torch.device(device or "cpu").type
+    except RuntimeError:
+        raise ValueError(f"torch knows no device {device!r}: --device cpu, cuda, or cuda:1") from None
+    if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"torch finds no GPU for --device {device}: use --device cpu, or a CUDA build of torch")
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -13,6 +13,8 @@ class Store:
 
     def __init__(self, folder: str | os.PathLike):
         self.path = Path(folder) / "records.jsonl"
+        if Path(folder).is_file():
+            raise NotADirectoryError(f"{folder} is a file: name a folder for the records")
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def add(self, cell: str, records: list[dict[str, Any]]) -> bool:

@@ -182,7 +182,10 @@ def open_dataset(
 
 
 def imagenet_c(root: str | os.PathLike, corruption: str, severity: int = 5, **options: Any) -> ImageFolder:
-    """One corruption of ImageNet-C as published: root/<corruption>/<severity>/<synset>/*.JPEG."""
+    """One corruption of ImageNet-C as published: root/<corruption>/<severity>/<synset>/*.JPEG.
+
+    Or of a tree of that shape with classes of one's own, such as `mgtta corrupt` writes.
+    """
     root = Path(root).expanduser()
     if not root.is_dir():
         raise _not_found(root, "imagenet-c", "it does not exist")
@@ -192,7 +195,8 @@ def imagenet_c(root: str | os.PathLike, corruption: str, severity: int = 5, **op
     folder = root / corruption / str(severity)
     if not folder.is_dir():
         raise unknown(f"severity in {root / corruption}:", severity, _folders(root / corruption))
-    return ImageFolder(folder, "imagenet", **options)
+    synsets_there = any(SYNSET.fullmatch(name) for name in _folders(folder))
+    return ImageFolder(folder, "imagenet" if synsets_there else "folder", **options)
 
 
 def _folders(root: Path) -> list[str]:
