@@ -433,6 +433,7 @@ class TestOnTheGPU:
         assert method.fast.graph_bytes > 0
 
     def test_auto_takes_it(self):
+        assert mgtta.create("tent", mgtta.load_model(vit()).to("cuda")).precision == "bf16"
         for name in NAMES:
             assert on_gpu(name, precision="auto").precision == "bf16"
             assert on_gpu(name, precision="fp32").precision == "fp32"

@@ -41,7 +41,7 @@ def follow(schedule, n, centre, unsure=1.0, seed=0):
     logits[:, 0] = -torch.tensor(unsure).log() * 10
     for _ in range(n):
         found.append(schedule.due)
-        schedule.note(summary(logits, [(centre + torch.randn(64, generator=random)).unsqueeze(0)]), schedule.due)
+        schedule.note(summary(logits, [(centre + torch.randn(64, generator=random)).unsqueeze(0)]), schedule.due, 1)
     return found
 
 
@@ -74,7 +74,7 @@ def test_rests_stay_short_as_long_as_predictions_become_surer():
         for t in range(BURST + 10 * REST):
             count += schedule.due
             logits[:, 0] = slope * t
-            schedule.note(summary(logits, [torch.randn(1, 64, generator=random)]), schedule.due)
+            schedule.note(summary(logits, [torch.randn(1, 64, generator=random)]), schedule.due, 1)
         counts.append(count)
     assert counts[1] > counts[0]
 
@@ -135,12 +135,83 @@ def test_reset_and_resume(precision, tmp_path):
     other = make(precision=precision)
     other.load_state_dict(read_tree(tmp_path / "state")[0])
     assert all(torch.equal(other(x), logits) for x, logits in zip(xs[6:], straight[6:], strict=True))
-    with pytest.raises(ValueError, match="not a state"):
+    with pytest.raises(ValueError, match="differ in schedule"):
         mgtta.create("tent", mgtta.load_model(confident_vit())).load_state_dict(method.state_dict())
     broken = method.state_dict()
     broken["schedule"].pop("rest")
     with pytest.raises(ValueError, match="schedule has other entries"):
         method.load_state_dict(broken)
+
+
+def test_a_state_in_the_middle_of_a_burst_goes_on(tmp_path):
+    """Its mean, too: see the parameters on which it rests."""
+    xs = [images(8, seed=t) for t in range(BURST + 1)]
+    method, other = make(), make()
+    for x in xs[:3]:
+        method(x)
+    other.load_state_dict(method.state_dict())
+    state = method.state_dict()
+    for x in xs[3:]:
+        assert torch.equal(method(x), other(x))
+    assert method.schedule.left > 0
+    for a, b in zip(method.adapted.values(), other.adapted.values(), strict=True):
+        assert torch.equal(a, b)
+    third = make()
+    third.load_state_dict(state)  # which learning on has not changed
+    for x in xs[3:]:
+        third(x)
+    assert all(torch.equal(a, b) for a, b in zip(method.adapted.values(), third.adapted.values(), strict=True))
+
+
+@pytest.mark.parametrize("change", [
+    {"left": -1}, {"learned": None}, {"spread": float("nan")}, {"centre": torch.zeros(2, 2)},
+    {"centre": torch.tensor([float("nan")])}, {"mean": []}, {"mean": [torch.zeros(3)]}, {"rest": "a"},
+])  # fmt: skip
+def test_a_state_that_no_schedule_can_have_is_refused(change):
+    method = make("tent")
+    for t in range(3):
+        method(images(8, seed=t))
+    state = method.state_dict()
+    with pytest.raises(ValueError, match="values that none can have"):
+        method.load_state_dict({**state, "schedule": {**state["schedule"], **change}})
+    assert method.schedule.learned == 3
+
+
+def test_a_batch_that_is_skipped_changes_no_mean():
+    bad = images(8)
+    bad[0, 0, 0, 0] = float("nan")
+    method, plain = make("tent"), make("tent")
+    for t in range(BURST):
+        if t == BURST - 1:
+            for _ in range(3):
+                method(bad)
+        method(images(8, seed=t))
+        plain(images(8, seed=t))
+    assert (method.updates, method.skipped) == (plain.updates, 3)
+    assert method.schedule.left > 0
+    for a, b in zip(method.adapted.values(), plain.adapted.values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_smaller_batch_is_no_shift():
+    random = torch.Generator().manual_seed(0)
+    schedule = Schedule()
+    for t in range(200):
+        n = 2 if t % 5 == 4 else 32
+        features = torch.randn(n, 64, generator=random)
+        schedule.note(summary(torch.zeros(n, CLASSES), [features]), schedule.due, n)
+    assert schedule.shifts == 0
+
+
+def test_a_guard_hides_nothing():
+    guarded = make(guard=True, precision="bf16")
+    guarded.warm_up(images(8))
+    for t in range(3):
+        guarded(images(8, seed=t))
+    assert guarded.precision == "bf16"
+    assert guarded.updates == guarded.method.updates == 3
+    assert guarded.schedule is guarded.method.schedule
+    assert guarded.fast is guarded.method.fast is not None
 
 
 def test_guarded_and_limited():
@@ -153,8 +224,9 @@ def test_guarded_and_limited():
 
 
 def test_what_cannot_follow_one_is_refused(model):
-    with pytest.raises(ValueError, match="by gradients"):
-        mgtta.create("lame", model, schedule="auto")
+    for name in ("lame", "cotta", "sar", "eata"):
+        with pytest.raises(ValueError, match="learn from every batch"):
+            mgtta.create(name, model, schedule="auto")
     with pytest.raises(ValueError, match=r"unknown schedule 'never'; valid: always, auto"):
         mgtta.create("tent", model, schedule="never")
 
@@ -166,8 +238,8 @@ def test_what_comes_from_a_gpu_is_read_before_the_next_batch():
     random = torch.Generator().manual_seed(0)
     for t in range(3 * BURST):
         found = torch.randn(65, generator=random) + (t > 2 * BURST)
-        here.note(found, here.due)
-        there.note(found.cuda(), there.due)
+        here.note(found, here.due, 8)
+        there.note(found.cuda(), there.due, 8)
         there.settle()
     states = here.state(), there.state()
     assert states[0].keys() == states[1].keys()

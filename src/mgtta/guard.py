@@ -133,6 +133,20 @@ class Guarded(Method):
         return self.watch.events
 
     @property
+    def fast(self) -> Any:  # type: ignore[override]
+        return self.method.fast
+
+    @property
+    def schedule(self) -> Any:
+        return self.method.schedule
+
+    def _settle(self) -> None:
+        self.method._settle()
+
+    def warm_up(self, x: Tensor) -> None:
+        self.method.warm_up(x)
+
+    @property
     def kind(self) -> str:
         return f"guarded {self.method.kind}"
 

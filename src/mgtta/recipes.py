@@ -16,7 +16,7 @@ from mgtta.errors import unknown
 from mgtta.fisher import Fisher, load_fisher
 from mgtta.generator import MetaGradientGenerator
 from mgtta.guard import Guard, guarded
-from mgtta.methods.base import GradientMethod, Method
+from mgtta.methods.base import Method
 from mgtta.methods.bn import BatchNormStatistics
 from mgtta.methods.cotta import CoTTA
 from mgtta.methods.deyo import DeYO
@@ -392,9 +392,11 @@ def create(
     method.name = function.__name__
     method.max_updates, method.max_seconds = max_updates, max_seconds
     if schedule == "auto":
-        if not isinstance(method, GradientMethod) or process_group is not None:
-            raise ValueError("schedule='auto' is for methods that learn by gradients, in one process")
-        method.schedule = Schedule()
+        if not method.learns_from_all or process_group is not None:
+            raise ValueError(
+                "schedule='auto' is for those that learn from every batch, tent and Eq. 7's, in one process"
+            )
+        method._schedule = Schedule()
     if process_group is not None:
         if guard is not False:
             raise ValueError("a guard judges by the images of its own rank: it cannot stand over several")

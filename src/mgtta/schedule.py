@@ -9,13 +9,13 @@ a shift: the means of each layer's features, which leave the range that they hav
 Few steps must be large ones, and each is as noisy as its batch. So it rests on the mean of the parameters that it has
 had since the shift, after each update but the first `SKIP`, and goes on from there.
 
-Notation    s  means of the features of a batch, all layers one after another, (D,)
-            c, v  mean of s, and mean squared distance from it, over the batches of the domain
+Notation    s  means of the features of a batch of n images, all layers one after another, (D,)
+            c, v  mean of s, and mean of n |s - c|^2, over the batches of the domain
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ SCHEDULES = ("always", "auto")
 BURST = 5  # batches learned from after a start or a shift
 REST = 32  # batches of the first rest
 SKIP = 1  # updates after a shift that are still far from where it will rest
-SHIFT = 3.0  # |s - c|^2 / v from which on a batch belongs to another domain, where v is well known
+SHIFT = 3.0  # n |s - c|^2 / v from which on a batch belongs to another domain, where v is well known
 FEW = 3.0  # batches after which v is known to a factor of 2
 GAIN = 0.05  # part of the entropy by which a rest must fall short of the one before, to be worth another like it
 MEMORY = 16  # batches that c and v look back on, and updates that the mean of the parameters does
@@ -56,33 +56,33 @@ class Schedule:
     shifts: int = 0
     mean: list[Tensor] | None = None  # of the parameters
 
-    _coming = None  # a summary on its way from a GPU, when it has arrived, and whether its batch was learned from
+    _coming = None  # a summary on its way from a GPU, when it has arrived, and the rest of what `note` was told
 
     @property
     def due(self) -> bool:
         """Whether to learn from the next batch."""
-        return self.left == 0
+        return self.left <= 0
 
-    def note(self, summary: Tensor, learned: bool) -> None:
-        """Follow a batch: what `summary` says of it, and whether it was learned from. From a GPU, that is read by
-        `settle`, before the next batch: to wait for it here would leave the GPU idle."""
+    def note(self, summary: Tensor, learned: bool, n: int) -> None:
+        """Follow a batch of n images: what `summary` says of it, and whether it was learned from. From a GPU, that is
+        read by `settle`, before the next batch: to wait for it here would leave the GPU idle."""
         if summary.is_cuda:
             arrived = torch.cuda.Event()
-            self._coming = summary.to("cpu", non_blocking=True), arrived, learned
+            self._coming = summary.to("cpu", non_blocking=True), arrived, learned, n
             arrived.record(torch.cuda.current_stream(summary.device))
         else:
-            self._take(summary, learned)
+            self._take(summary, learned, n)
 
     def settle(self) -> None:
         """Read what is still to come."""
         if self._coming is not None:
-            (summary, arrived, learned), self._coming = self._coming, None
+            (summary, arrived, learned, n), self._coming = self._coming, None
             arrived.synchronize()
-            self._take(summary, learned)
+            self._take(summary, learned, n)
 
-    def _take(self, summary: Tensor, learned: bool) -> None:
+    def _take(self, summary: Tensor, learned: bool, n: int) -> None:
         means, unsure = summary[:-1], float(summary[-1])
-        distance = 0.0 if self.centre is None else float((means - self.centre).square().sum())
+        distance = 0.0 if self.centre is None else n * float((means - self.centre).square().sum())
         if not (math.isfinite(unsure) and math.isfinite(distance)):
             return
         if self.seen > 1 and distance > SHIFT * (1 + FEW / self.seen) * self.spread:
@@ -112,7 +112,7 @@ class Schedule:
 
     def _begin(self) -> None:
         """A shift: learn from the next batches."""
-        self.load(Schedule(shifts=self.shifts + 1).state())
+        vars(self).update(vars(Schedule(shifts=self.shifts + 1)))
 
     def _rest(self) -> None:
         if self.batches:
@@ -133,10 +133,21 @@ class Schedule:
         self.spread = (1 - weight) * self.spread + weight * distance * (self.seen - 1) / self.seen
 
     def state(self) -> dict[str, Any]:
-        return asdict(self)
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
-    def load(self, state: dict[str, Any]) -> None:
-        if state.keys() != self.state().keys():
+    def load(self, state: dict[str, Any], params: Sequence[Tensor]) -> None:
+        """Go on from a state; `params` are those of which it holds a mean."""
+        known = Schedule().state()
+        if state.keys() != known.keys():
             raise ValueError("its schedule has other entries")
-        for name, value in state.items():
-            setattr(self, name, value)
+        numbers = [(value, known[name]) for name, value in state.items() if name not in ("centre", "mean")]
+        sound = all(type(value) is type(usual) and 0 <= value < math.inf for value, usual in numbers)
+        centre, mean = state["centre"], state["mean"]
+        if centre is not None:
+            sound = sound and isinstance(centre, Tensor) and centre.ndim == 1 and bool(centre.isfinite().all())
+        if mean is not None:
+            sound = sound and [m.shape for m in mean] == [p.shape for p in params]
+            sound = sound and all(bool(m.isfinite().all()) for m in mean)
+        if not sound:
+            raise ValueError("its schedule has values that none can have")
+        vars(self).update(state)

@@ -81,6 +81,7 @@ class Method(nn.Module):
     needs: tuple[str, ...] = ()  # beside the model and the images, as `mgtta list` shows it
     ranks: Alone = ALONE
     shares_batches = False  # whether all that hangs on a whole batch is asked of `ranks`
+    learns_from_all = False  # whether it learns from every batch, by `adapted` alone: what a schedule needs
     static_step = False  # whether a step does the same whatever is in a batch; each class says so for itself
     fast: "Fast | None" = None
     _schedule: Schedule | None = None
@@ -161,14 +162,11 @@ class Method(nn.Module):
         self._skipped = value
 
     @property
+    @in_turn
     def schedule(self) -> Schedule | None:
         if self._schedule is not None:
             self._schedule.settle()
         return self._schedule
-
-    @schedule.setter
-    def schedule(self, value: Schedule | None) -> None:
-        self._schedule = value
 
     def _settle(self) -> None:
         """Count what the fast path has done since it was last asked."""
@@ -188,13 +186,15 @@ class Method(nn.Module):
         with torch.inference_mode(False):
             if isinstance(x, Tensor) and x.is_inference():
                 x = x.clone()
-            learns = self.schedule is None or self.schedule.due
+            schedule = self.schedule
+            learns, before = schedule is None or schedule.due, 0 if schedule is None else self.updates
             with torch.set_grad_enabled(learns):
                 logits, about = self._taken(x, learns)
-            if self.schedule is not None and about is not None:
-                self.schedule.note(about, learns)
-                if learns:
-                    self.schedule.average(list(self.adapted.values()))
+            if schedule is not None and about is not None:
+                schedule.note(about, learns, len(x))
+                if learns and self.updates > before:
+                    schedule.settle()
+                    schedule.average(list(self.adapted.values()))
         if logits.is_cuda and self.max_seconds is not None:
             torch.cuda.synchronize(logits.device)
         took = time.perf_counter() - began
@@ -285,6 +285,8 @@ class Method(nn.Module):
         """Go on exactly where `state_dict` was taken. A state that does not fit changes nothing."""
         self._remember_start()
         before = self.state_dict()
+        if isinstance(state, dict) and state.keys() ^ before.keys() == {"schedule"}:
+            raise ValueError("this state and the method differ in schedule: one has none")
         if not isinstance(state, dict) or state.keys() != before.keys():
             raise ValueError("this is not a state that a method's state_dict gave")
         for key in ("kind", "model"):
@@ -321,7 +323,7 @@ class Method(nn.Module):
             setattr(self, name, state["counters"][name])
         self.set_extra_state(copy.deepcopy(state["extra"]))
         if self.schedule is not None:
-            self.schedule.load(copy.deepcopy(state["schedule"]))
+            self.schedule.load(copy.deepcopy(state["schedule"]), list(self.adapted.values()))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Method":
         """Where the parameters go, `to` a device or dtype, the optimizer's moments and memory go along."""

@@ -18,6 +18,7 @@ from mgtta.source import SourceStatistics
 class MGTTA(GradientMethod):
     needs = ("gradients", "source statistics")
     shares_batches = True
+    learns_from_all = True
     static_step = True
 
     def __init__(

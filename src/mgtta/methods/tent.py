@@ -12,6 +12,7 @@ from mgtta.params import norm_parameters
 
 class Tent(GradientMethod):
     shares_batches = True
+    learns_from_all = True
     static_step = True
 
     def __init__(self, model: Classifier, optimizer: OptimizerFactory):
