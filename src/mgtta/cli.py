@@ -280,6 +280,8 @@ def bench(
         _device(device), tf32, precision=precision, profile=profile,
     )  # fmt: skip
     named = [experiments.variant(text) for text in variant] or ([] if data else [(name, name) for name in STAND_INS])
+    if experiment == "all" and not named:
+        typer.echo("variants are left out: no --variant names their images", err=True)
     sizes: dict[str, Any] = {"batch_size": 64, **(experiments.QUICK if quick else {})}
     if corruptions:
         sizes["corruptions"] = tuple(_names(corruptions))
