@@ -214,7 +214,7 @@ def test_a_sweeps_title_tells_its_stream_and_its_footing_the_validation_images()
         "mixed within each batch, batch 64",
     ]  # fmt: skip
     assert all("on other images;" in footing_words(s) for s in found)
-    assert all(f"{s.title}: accuracy in percent\n\n| method" in markdown(records) for s in found)
+    assert all(f"{s.title}\n\n| method" in markdown(records) for s in found)
     assert markdown(records[:1]).startswith("| method")
     [variant] = sections([fake("tent", "r", experiment="variants", severity=0, data="r.tar")])
     assert "on r.tar;" in footing_words(variant)
@@ -238,9 +238,10 @@ def test_runtime_and_memory_show_what_they_are_about():
     assert "| noadapt | **1,000** |" in markdown(memory)
     assert r"noadapt & \textbf{1.00} \\" in latex(runtime)
     assert "milliseconds an image" in latex(runtime)
-    assert notes(space).startswith("Megabytes of memory at most.")
+    assert notes(space).startswith("Megabytes at most, on the GPU or, without one, of the process.")
     on_cpu = [{**r, "peak_memory": None, "process_peak_memory": 3 * 10**6} for r in memory]
     assert headline(sections(on_cpu)[0]) == ["noadapt and mgtta are alike at 3 MB on fog, and none is lower."]
+    assert ">top-1</button>" in page.page([time])
     drawn = json.loads(re.search(r'id="charts">(.*?)</script>', page.page([space]), re.DOTALL)[1])["s0-memory"]
     assert drawn["traces"][0]["y"] == [pytest.approx(space.records[0]["top1"], abs=0.001)]
 

@@ -21,7 +21,7 @@ from mgtta.report.charts import charts, colours_of, gigabytes, milliseconds
 from mgtta.report.examples import Example
 from mgtta.report.paired import differences
 from mgtta.report.published import beside, published
-from mgtta.report.summary import MEAN, Figure, Section, label, unique
+from mgtta.report.summary import COSTS, MEAN, Section, label, unique
 from mgtta.report.words import bold, decimals, footing_words, headline, interval, notes, printed, short, signed
 
 
@@ -42,7 +42,9 @@ def page(found: Sequence[Section], examples: Sequence[Example] = (), title: str 
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(short=short, signed=signed, interval=interval, label=label, printed=printed)
+    environment.filters.update(
+        short=short, signed=signed, interval=interval, label=label, printed=printed, decimals=decimals
+    )
     template = environment.from_string(folder.joinpath("page.html").read_text(encoding="utf-8"))
     return template.render(
         title=title, policy=policy, library=library, script=script, style=style, charts=drawn, sections=shown,
@@ -66,12 +68,13 @@ def _shown(section: Section, name: str, charts: list[str]) -> dict[str, Any]:
         "headline": headline(section),
         "notes": notes(section),
         "bold": bold(section),
+        "figure": section.figure,
         "columns": columns,
         "axis": section.axis_name,
         "rows": [
             {
                 "name": row,
-                "cells": [_cell(section, figures[row].get(c), c, (row, c) in marked) for c in columns],
+                "cells": [{"figure": figures[row].get(c), "best": (row, c) in marked} for c in columns],
                 "more": _more(section, row),
             }
             for row in section.rows
@@ -85,13 +88,6 @@ def _shown(section: Section, name: str, charts: list[str]) -> dict[str, Any]:
     }
 
 
-def _cell(section: Section, found: Figure | None, column: str, best: bool) -> dict[str, Any]:
-    mean, std = (
-        (None if x is None else decimals(x, section.figure) for x in (found.mean, found.std)) if found else ("", "")
-    )
-    return {"figure": found, "text": mean, "spread": std, "best": best, "mean": column == MEAN}
-
-
 def _more(section: Section, row: str) -> list[dict[str, Any]]:
     """ECE, top-5, milliseconds an image and gigabytes: over what all rows have in common, in the last column where
     columns are no domains; nothing of learning rates."""
@@ -100,6 +96,7 @@ def _more(section: Section, row: str) -> list[dict[str, Any]]:
     records = [r for r in section.last if section.names[id(r)] == row]
     at = "" if section.axis == "domain" else f" at {short(section.column(section.last[0]))}"
     columns = [
+        *([("top-1", _mean([r.get("top1") for r in records]), ".1f")] if section.experiment in COSTS else []),
         ("top-5", _mean([r.get("top5") for r in records]), ".1f"),
         ("ECE", _mean([r.get("ece") for r in records]), ".1f"),
         ("ms/image", milliseconds(records), ".2f"),

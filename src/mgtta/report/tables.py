@@ -24,12 +24,12 @@ def markdown(records: Sequence[Record], figure: str | None = None) -> str:
     """The tables of the records, one for each section: one row a method, one column a domain, and the mean. Each has
     its title, where there are several, or where it does not show accuracy."""
     found = sections(records)
-    return "\n\n".join(
-        (f"{section.title}: {figure_words(shown)}\n\n" if len(found) > 1 or shown != "top1" else "")
-        + _markdown_table(section, figure)
-        for section in found
-        for shown in [figure or section.figure]
-    )
+    return "\n\n".join(_titled(section, figure, len(found) > 1) + _markdown_table(section, figure) for section in found)
+
+
+def _titled(section: Section, figure: str | None, several: bool) -> str:
+    words = "" if (figure or section.figure) == "top1" else f": {figure_words(figure or section.figure)}"
+    return f"{section.title}{words}\n\n" if several or words else ""
 
 
 def _markdown_table(section: Section, figure: str | None = None) -> str:

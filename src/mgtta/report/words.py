@@ -13,7 +13,7 @@ FIGURES = {
     "top1": ("accuracy in percent", "%", "is highest with"),
     "remaining": ("accuracy in percent on the images left", "%", "is highest with"),
     "milliseconds": ("milliseconds an image, to predict and to adapt", "ms an image", "is fastest with"),
-    "megabytes": ("megabytes of memory at most", "MB", "needs least memory with"),
+    "megabytes": ("megabytes at most, on the GPU or, without one, of the process", "MB", "needs least memory with"),
 }
 
 SHORT = {
