@@ -94,3 +94,24 @@ def test_variants_and_costs_stand_beside():
     assert costs.measured["mgtta"]["seconds"].mean == pytest.approx(
         50_000 / 512 * fake("mgtta", experiment="memory", peak_memory=2 * 10**9)["seconds"]
     )
+    assert costs.differs[0] == "the seconds measured are those for 512 images, scaled up to the paper's 50,000"
+    text = markdown_report(sections([fake("mgtta", experiment="memory", peak_memory=2 * 10**9)]))
+    assert "| seconds for 50,000 |" in text
+
+
+def test_the_footing_names_precision_seeds_rates_and_corruptions():
+    made = "mgtta, on the fly; frost: generated (6 textures)"
+    plain = "; ".join(beside(sections(table_1())[0])[0].differs)
+    assert "2 seeds; the paper does not state its own number" in plain
+    assert "precision" not in plain
+    assert "learning rates" not in plain
+    assert "corruptions:" not in plain
+    protocol = {"precision": "tf32", "corruptions": made}
+    swept = {"settings": {"lr": 0.1}, "chosen_from": [0.1, 0.2]}
+    [section] = sections([*table_1(["noadapt"], protocol=protocol), *table_1(["mgtta"], protocol=protocol, **swept)])
+    words = "; ".join(beside(section)[0].differs)
+    for part in (
+        "precision: tf32; the paper does not state its own", f"corruptions: {made}; the paper's: as published",
+        "learning rates of mgtta: each chosen from 2 on the validation corruptions",
+    ):  # fmt: skip
+        assert part in words

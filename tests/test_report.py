@@ -1,14 +1,16 @@
 """Sections and their tables in markdown and LaTeX, on records made up for the purpose."""
 
+import json
+import re
 import statistics
 
 import pytest
 from made_up import LEVEL, budgets, fake, table_1
 
-from mgtta.report import Figure, latex, markdown, sections
+from mgtta.report import Figure, latex, markdown, page, sections
 from mgtta.report.summary import best
 from mgtta.report.tables import latex_report, markdown_report
-from mgtta.report.words import headline, notes
+from mgtta.report.words import footing_words, headline, notes
 
 
 def test_means_and_spread_over_seeds():
@@ -126,3 +128,182 @@ def test_text_of_records_stays_text():
     assert row.startswith(
         r"\textless{}b\textgreater{}|\&\_\%\$\#\{\}\textasciitilde{}\textasciicircum{}\textbackslash{} "
     )
+
+
+# --- streams, repeats, footings
+
+
+def cell(name, records):
+    return [{**r, "cell": name, "part": i, "parts": len(records)} for i, r in enumerate(records)]
+
+
+def tries(values, lr, name="a", **changes):
+    """A sweep's cell on a stream that comes to two domains again and again."""
+    domains = (["fog", "snow"] * len(values))[: len(values)]
+    sweep = {"experiment": "sweep", "split": "validation", "reset": "never", "domains": domains, "settings": {"lr": lr}}
+    changes = {**sweep, "protocol": {"validation": "other images"}, **changes}
+    return cell(f"{name}{lr}", [fake("mgtta", d, top1=v, **changes) for d, v in zip(domains, values, strict=True)])
+
+
+def test_all_visits_of_a_domain_count():
+    [section] = sections([*tries([10.0, 20.0, 60.0], 0.1), *tries([40.0, 20.0, 0.0], 0.2)])
+    cells = section.figures()["mgtta"]
+    assert (cells["0.1"].mean, cells["0.2"].mean) == (30.0, 20.0)
+    assert section.repeated == 0
+    assert "2 domains in 3 visits, 512 images of each visit" in markdown_report([section])
+    assert "mean over all visits of the domains" in notes(section)
+
+
+def test_the_same_work_of_another_cell_is_a_repeat():
+    [section] = sections([*tries([10.0, 20.0, 60.0], 0.1), *tries([1.0, 2.0, 3.0], 0.1, "b")])
+    assert section.repeated == 3
+    assert section.figures()["mgtta"]["0.1"].mean == 30.0
+
+
+def test_a_model_that_has_seen_other_domains_before_is_kept_apart():
+    streams = [["fog", "snow"], ["snow"]]
+    records = [fake("mgtta", d, experiment="continual", reset="never", domains=s) for s in streams for d in s]
+    assert [s.domains for s in sections(records)] == [["snow", "fog"], ["snow"]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ([{"precision": "fp32"}, {"precision": "tf32"}], ["tent, fp32", "tent, tf32"]),
+        ([{"source images": 64}, {"source images": 128}], ["tent, 64 source images", "tent, 128 source images"]),
+        ([{"validation": "a.tar"}, {"validation": "b.tar"}], ["tent, validation a.tar", "tent, validation b.tar"]),
+        ([{"device": "cpu"}, {"device": "H200"}], ["tent, on cpu", "tent, on H200"]),
+    ],
+)
+def test_runs_of_other_options_are_no_repeats(changes, names):
+    [section] = sections([fake("tent", protocol=protocol) for protocol in changes])
+    assert list(section.rows) == names
+    assert section.repeated == 0
+
+
+def test_a_trained_generator_is_named_by_what_differs():
+    def trained(images, size):
+        text = f"trained on {images} images: gml of hidden size {size}, 2000 steps, seed 0"
+        return {"generator": text, "training_images": images, "hidden_size": size}
+
+    shipped = {"generator": "imagenet"}
+    rows = [list(sections([fake("mgtta", protocol=p) for p in found])[0].rows) for found in (
+        [trained(128, 8), trained(128, 16)],
+        [shipped, trained(128, 8), trained(64, 16)],
+        [shipped, {"generator": "glyphs"}],
+    )]  # fmt: skip
+    assert rows == [
+        ["mgtta, hidden size 8", "mgtta, hidden size 16"],
+        ["mgtta", "mgtta, 128 training images, hidden size 8", "mgtta, 64 training images, hidden size 16"],
+        ["mgtta, generator imagenet", "mgtta, generator glyphs"],
+    ]
+
+
+def test_a_sweeps_title_tells_its_stream_and_its_footing_the_validation_images():
+    sweep = {"experiment": "sweep", "split": "validation", "settings": {"lr": 0.1}}
+    sweep["protocol"] = {"validation": "other images"}
+    records = [
+        fake("tent", **sweep),
+        fake("tent", sizes=[2] * 8, batch_size=2, **sweep),
+        fake("tent", reset="never", **sweep),
+        fake("tent", "mixed", mixed=True, **sweep),
+    ]
+    found = sections(records)
+    assert [s.title.partition(": ")[2] for s in found] == [
+        "reset before each, batch 64", "reset before each, batch 2", "never reset, batch 64",
+        "mixed within each batch, batch 64",
+    ]  # fmt: skip
+    assert all("on other images;" in footing_words(s) for s in found)
+    assert all(f"{s.title}\n\n| method" in markdown(records) for s in found)
+    assert markdown(records[:1]).startswith("| method")
+    [variant] = sections([fake("tent", "r", experiment="variants", severity=0, data="r.tar")])
+    assert "on r.tar;" in footing_words(variant)
+
+
+# --- figures and what is said of them
+
+
+def test_runtime_and_memory_show_what_they_are_about():
+    costs = {"noadapt": (0.512, 10**9), "mgtta": (1.024, 2 * 10**9)}
+    runtime, memory = (
+        [fake(m, experiment=e, seconds=s, peak_memory=b, process_peak_memory=1) for m, (s, b) in costs.items()]
+        for e in ("runtime", "memory")
+    )
+    [time], [space] = sections(runtime), sections(memory)
+    assert [time.figures()[m]["fog"].mean for m in costs] == [1.0, 2.0]
+    assert headline(time) == ["noadapt is fastest with 1.00 ms an image on fog."]
+    assert headline(space) == ["noadapt needs least memory with 1,000 MB on fog."]
+    assert "| noadapt | **1.00** |" in markdown(runtime)
+    assert markdown(runtime).startswith("Runtime (Table 5): milliseconds an image, to predict and to adapt\n\n|")
+    assert "| noadapt | **1,000** |" in markdown(memory)
+    assert r"noadapt & \textbf{1.00} \\" in latex(runtime)
+    assert "milliseconds an image" in latex(runtime)
+    assert notes(space).startswith("Megabytes at most, on the GPU or, without one, of the process.")
+    on_cpu = [{**r, "peak_memory": None, "process_peak_memory": 3 * 10**6} for r in memory]
+    assert headline(sections(on_cpu)[0]) == ["noadapt and mgtta are alike at 3 MB on fog, and none is lower."]
+    assert ">top-1</button>" in page.page([time])
+    drawn = json.loads(re.search(r'id="charts">(.*?)</script>', page.page([space]), re.DOTALL)[1])["s0-memory"]
+    assert drawn["traces"][0]["y"] == [pytest.approx(space.records[0]["top1"], abs=0.001)]
+
+
+def test_one_domain_has_its_spread():
+    records = [fake("tent", "mixed", s, 50.0 + s, experiment="mixed") for s in range(3)]
+    assert "| tent | 51.0 ± 1.0 |" in markdown(records)
+    assert r"tent & 51.0 $\pm$ 1.0 \\" in latex(records)
+    records += [fake("noadapt", "mixed", s, 40.0, experiment="mixed") for s in range(3)]
+    assert "(over seeds where there is one domain)" in markdown_report(sections(records))
+
+
+def test_of_learning_rates_the_best_of_each_row_is_marked():
+    values = {"tent": {0.1: 50.0, 0.2: 40.0}, "mgtta": {0.1: 60.0, 0.2: 70.0}}
+    records = [
+        fake(m, top1=v, experiment="learning-rate", settings={"lr": lr})
+        for m, vs in values.items()
+        for lr, v in vs.items()
+    ]
+    assert "| tent | **50.0** | 40.0 |" in markdown(records)
+    assert "| mgtta | 60.0 | **70.0** |" in markdown(records)
+    assert r"tent & \textbf{50.0} & 40.0 \\" in latex(records)
+    assert "Bold: the best of a row." in markdown_report(sections(records))
+    shown = page._shown(sections(records)[0], "s0", [])
+    assert [[c["best"] for c in row["cells"]] for row in shown["rows"]] == [[True, False], [False, True]]
+
+
+def test_learning_rates_that_were_chosen_are_told():
+    swept = {"chosen_from": [0.1, 0.2, 0.3]}
+    records = [fake("noadapt"), *(fake(m, settings={"lr": lr}, **swept) for m, lr in (("mgtta", 0.2), ("tent", 0.001)))]
+    words = "Learning rates: tent 0.001, mgtta 0.2, each chosen from 3."
+    [section] = sections(records)
+    assert words in markdown_report([section])
+    assert words in latex(records)
+    assert words in page._shown(section, "s0", [])["notes"]
+    small = [fake("tent", experiment="small-batch", batch_size=n, settings={"lr": n / 10}, **swept) for n in (2, 4)]
+    assert "Learning rate: tent 0.2 (batch size 2) and 0.4 (batch size 4), chosen from 3." in notes(sections(small)[0])
+    assert "Learning rate" not in notes(sections(table_1())[0])
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"tent": [50.0, 60.0]}, "tent has 60.0 % at most (updates at most: 2)."),
+        ({"tent": [60.0, 60.0]}, "tent has 60.0 %, whatever the updates at most."),
+        ({"tent": [60.0]}, "tent has 60.0 % (updates at most: 1)."),
+        ({"tent": [60.0, 60.0], "mgtta": [50.0, 40.0]}, "tent is highest with 60.0 %, whatever the updates at most."),
+        ({"tent": [60.0, 50.0, 60.0], "mgtta": [0.0] * 3}, "tent is highest with 60.0 % (updates at most: 1, 3)."),
+    ],
+)
+def test_headlines_of_columns(values, words):
+    records = [
+        fake(m, top1=v, experiment="budgets", max_updates=k) for m, vs in values.items() for k, v in enumerate(vs, 1)
+    ]
+    assert headline(sections(records)[0]) == [words]
+
+
+def test_figures_beside_accuracy_are_those_of_the_largest_budget():
+    records = [fake("mgtta", experiment="budgets", max_updates=k, updates=n) for k, n in ((10, 7), (20, 9))]
+    rates = [fake("mgtta", experiment="learning-rate", settings={"lr": lr}) for lr in (0.1, 0.2)]
+    shown = page.page(sections(records))
+    assert re.search(r"<td[^>]*>9</td>\s*</tr>", shown)
+    assert ">updates at 20</button>" in shown
+    assert "updates" not in re.findall(r">([\w -]+)</button>", page.page(sections(rates)))
+    assert ">updates</button>" in page.page(sections(table_1()))

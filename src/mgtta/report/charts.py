@@ -130,7 +130,7 @@ def _cost_chart(
 ) -> dict[str, Any] | None:
     if section.axis not in ("domain", "batch_size"):
         return None
-    figures = section.figures()
+    figures = section.figures("top1")
     traces: list[dict[str, Any]] = []
     for row, style in styles.items():
         for column in [None] if section.axis == "domain" else section.columns:

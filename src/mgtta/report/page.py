@@ -21,8 +21,8 @@ from mgtta.report.charts import charts, colours_of, gigabytes, milliseconds
 from mgtta.report.examples import Example
 from mgtta.report.paired import differences
 from mgtta.report.published import beside, published
-from mgtta.report.summary import MEAN, Figure, Section, best, label, unique
-from mgtta.report.words import footing_words, headline, interval, notes, printed, short, signed
+from mgtta.report.summary import COSTS, MEAN, Section, label, unique
+from mgtta.report.words import bold, decimals, footing_words, headline, interval, notes, printed, short, signed
 
 
 def page(found: Sequence[Section], examples: Sequence[Example] = (), title: str = "Test-time adaptation") -> str:
@@ -42,7 +42,9 @@ def page(found: Sequence[Section], examples: Sequence[Example] = (), title: str 
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(short=short, signed=signed, interval=interval, label=label, printed=printed)
+    environment.filters.update(
+        short=short, signed=signed, interval=interval, label=label, printed=printed, decimals=decimals
+    )
     template = environment.from_string(folder.joinpath("page.html").read_text(encoding="utf-8"))
     return template.render(
         title=title, policy=policy, library=library, script=script, style=style, charts=drawn, sections=shown,
@@ -57,6 +59,7 @@ def _hash(script: str) -> str:
 
 def _shown(section: Section, name: str, charts: list[str]) -> dict[str, Any]:
     figures = section.figures()
+    marked = section.best(figures)
     columns = sorted(section.headings(figures), key=lambda column: column != MEAN)  # the mean first: it is in sight
     return {
         "id": name,
@@ -64,12 +67,14 @@ def _shown(section: Section, name: str, charts: list[str]) -> dict[str, Any]:
         "footing": footing_words(section),
         "headline": headline(section),
         "notes": notes(section),
+        "bold": bold(section),
+        "figure": section.figure,
         "columns": columns,
         "axis": section.axis_name,
         "rows": [
             {
                 "name": row,
-                "cells": [_cell(figures, row, column) for column in columns],
+                "cells": [{"figure": figures[row].get(c), "best": (row, c) in marked} for c in columns],
                 "more": _more(section, row),
             }
             for row in section.rows
@@ -83,22 +88,22 @@ def _shown(section: Section, name: str, charts: list[str]) -> dict[str, Any]:
     }
 
 
-def _cell(figures: dict[str, dict[str, Figure]], row: str, column: str) -> dict[str, Any]:
-    found = figures[row].get(column)
-    return {"figure": found, "best": row in best(figures, column), "mean": column == MEAN}
-
-
 def _more(section: Section, row: str) -> list[dict[str, Any]]:
-    """ECE, top-5, milliseconds an image and gigabytes: over what all rows have in common."""
-    records = [r for r in section.shared if section.names[id(r)] == row]
+    """ECE, top-5, milliseconds an image and gigabytes: over what all rows have in common, in the last column where
+    columns are no domains; nothing of learning rates."""
+    if not section.last:
+        return []
+    records = [r for r in section.last if section.names[id(r)] == row]
+    at = "" if section.axis == "domain" else f" at {short(section.column(section.last[0]))}"
     columns = [
+        *([("top-1", _mean([r.get("top1") for r in records]), ".1f")] if section.experiment in COSTS else []),
         ("top-5", _mean([r.get("top5") for r in records]), ".1f"),
         ("ECE", _mean([r.get("ece") for r in records]), ".1f"),
         ("ms/image", milliseconds(records), ".2f"),
         ("GB", gigabytes(records), ".2f"),
         ("updates", _mean([r.get("updates") for r in records]), ".0f"),
     ]
-    return [{"name": n, "value": v, "text": "–" if v is None else f"{v:{spec}}"} for n, v, spec in columns]
+    return [{"name": n + at, "value": v, "text": "–" if v is None else f"{v:{spec}}"} for n, v, spec in columns]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -5,7 +5,7 @@ import statistics
 from dataclasses import dataclass
 from functools import cache
 
-from mgtta.report.summary import MEAN, Section
+from mgtta.report.summary import COSTS, MEAN, Section, measure
 
 REFERENCES = ("noadapt", "mgtta")
 
@@ -21,6 +21,7 @@ class Difference:
     low: float | None
     high: float | None
     pairs: int
+    units: int  # that the interval is over: domains, or seeds of one
 
 
 def differences(section: Section) -> list[Difference]:
@@ -29,17 +30,19 @@ def differences(section: Section) -> list[Difference]:
 
     The interval is Student's, at 95 %, over domains, each the mean over its seeds, since seeds of one domain are not
     independent of each other; with one domain it is over seeds. One pair has none. Learning rates are not compared:
-    the same one means little to two methods.
+    the same one means little to two methods; nor are costs.
     """
     found: list[Difference] = []
-    if section.axis == "lr":
+    if section.axis == "lr" or section.experiment in COSTS:
         return found
-    figure = section.figure
     for column in [MEAN] if section.axis == "domain" else section.columns:
-        values: dict[str, dict[tuple[str, int], float]] = {row: {} for row in section.rows}
+        visits: dict[str, dict[tuple[str, int], list[float]]] = {row: {} for row in section.rows}
         for record in section.records:
-            if record.get(figure) is not None and column in (MEAN, section.column(record)):
-                values[section.names[id(record)]][record["domain"], record["seed"]] = record[figure]
+            found_there = measure(record, section.figure)
+            if found_there is not None and column in (MEAN, section.column(record)):
+                mine = visits[section.names[id(record)]]
+                mine.setdefault((record["domain"], record["seed"]), []).append(found_there)
+        values = {row: {key: statistics.mean(vs) for key, vs in by.items()} for row, by in visits.items()}
         for method in REFERENCES:
             for against in [row for row, its in section.rows.items() if its == method]:
                 for row in section.rows:
@@ -58,9 +61,9 @@ def _difference(row: str, column: str, against: str, pairs: dict[tuple[str, int]
         units = list(pairs.values())
     mean = statistics.mean(units)
     if len(units) < 2:
-        return Difference(row, column, against, mean, None, None, len(pairs))
+        return Difference(row, column, against, mean, None, None, len(pairs), 1)
     half = t_quantile(len(units) - 1) * statistics.stdev(units) / math.sqrt(len(units))
-    return Difference(row, column, against, mean, mean - half, mean + half, len(pairs))
+    return Difference(row, column, against, mean, mean - half, mean + half, len(pairs), len(units))
 
 
 @cache

@@ -8,8 +8,8 @@ from importlib import resources
 from typing import Any
 
 from mgtta.data.corruptions import CORRUPTIONS
-from mgtta.report.summary import MEAN, Figure, Record, Section, label, unique
-from mgtta.report.words import many
+from mgtta.report.summary import MEAN, Figure, Record, Section, images_of, label, unique
+from mgtta.report.words import chosen, many, tried
 
 
 @cache
@@ -55,8 +55,11 @@ def beside(section: Section) -> list[Beside]:
         differs = footing_differs(section.records, table["footing"])
         if table["columns"] != "domain" and table["footing"]["data"] == "ImageNet-C" and not all_15:
             differs.insert(0, f"the means are over {many(len(section.domains), 'domain')}, the paper's over 15")
-        chosen = {row: cells for row, cells in measured.items() if row in rows}
-        found.append(Beside(table["table"], table["footing"], shared, chosen, rows, differs))
+        if "seconds" in shared:
+            sizes = ", ".join(f"{n:,}" for n in unique(record["images"] for record in section.records))
+            differs.insert(0, f"the seconds measured are those for {sizes} images, scaled up to the paper's 50,000")
+        mine = {row: cells for row, cells in measured.items() if row in rows}
+        found.append(Beside(table["table"], table["footing"], shared, mine, rows, differs))
     return found
 
 
@@ -68,7 +71,7 @@ def _same_data(section: Section, table: dict[str, Any]) -> bool:
 def _costs(section: Section) -> dict[str, dict[str, Figure]]:
     """Row -> accuracy, seconds for 50,000 images, and megabytes."""
     costs: dict[str, dict[str, Figure]] = {}
-    accuracy = section.figures()
+    accuracy = section.figures("top1")
     for row in section.rows:
         records = section.of(row)
         cells = {"seconds": Figure.of([50_000 * r["seconds"] / r["images"] for r in records if r["images"]])}
@@ -86,7 +89,7 @@ def footing_differs(records: Sequence[Record], paper: dict[str, Any]) -> list[st
     protocol = records[0].get("protocol") or {}
     if not str(protocol.get("model")).startswith("vit_base_patch16_224"):
         found.append(f"the model is {protocol.get('model')}, the paper's a ViT-Base trained on ImageNet-1k")
-    data = str(protocol.get("data"))
+    data = ", ".join(unique(map(images_of, records)))
     if not data.lower().replace("_", "-").rstrip("/").endswith("imagenet-c") or paper["data"] != "ImageNet-C":
         found.append(f"the data are {data}, the paper's {paper['data']}")
     for key, name in (("images", "images of each domain"), ("batch_size", "batch size"), ("severity", "severity")):
@@ -97,6 +100,19 @@ def footing_differs(records: Sequence[Record], paper: dict[str, Any]) -> list[st
     if protocol.get("mean") is not None:
         mean, std = (", ".join(f"{x:g}" for x in protocol.get(key) or []) for key in ("mean", "std"))
         found.append(f"normalisation: mean {mean}, std {std}; the paper does not state its own")
+    for key, usual, theirs in (
+        ("corruptions", "as published", "the paper's: as published"),
+        ("precision", "fp32", "the paper does not state its own"),
+    ):
+        values = unique(label((record.get("protocol") or {}).get(key), usual) for record in records)
+        if values != [usual]:
+            found.append(f"{key}: {', '.join(values)}; {theirs}")
+    found.append(
+        f"{many(len({record['seed'] for record in records}), 'seed')}; the paper does not state its own number"
+    )
+    if swept := chosen(records):
+        names = ", ".join(unique(str(record["method"]) for record in swept))
+        found.append(f"learning rates of {names}: each chosen from {tried(swept)} on the validation corruptions")
     if paper.get("device"):
         found.append(f"the device is {protocol.get('device')}, the paper's {paper['device']}")
     return found

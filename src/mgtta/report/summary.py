@@ -6,9 +6,11 @@ table has a row for each method and a column for each domain, or for each value 
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from mgtta.data.corruptions import CORRUPTIONS
@@ -49,9 +51,14 @@ AXIS_NAMES = {
 # what may tell two rows of a method apart, beside its settings
 DISTINCT = {
     "max_updates": "{} updates", "max_seconds": "{} s", "batch_size": "batch {}", "severity": "severity {}",
-    "reset": "reset {}", "generator": "generator {}",
+    "training_images": "{} training images", "hidden_size": "hidden size {}", "generator": "generator {}",
+    "precision": "{}", "source images": "{} source images", "validation": "validation {}", "data": "images {}",
+    "device": "on {}",
 }  # fmt: skip
-LOWER_IS_BETTER = ("ece", "seconds", "peak_memory")
+TOLD = {"generator": ("training_images", "hidden_size")}  # need not be named where these differ already
+COSTS = {"runtime": "milliseconds", "memory": "megabytes"}  # experiment -> its figure, unless accuracy
+LOWER_IS_BETTER = ("ece", "seconds", "peak_memory", *COSTS.values())
+DIGITS = {"milliseconds": 2, "megabytes": 0}  # as printed, unless one
 MEAN = "mean"
 
 
@@ -70,7 +77,8 @@ class Figure:
 
 @dataclass
 class Section:
-    """The records of one experiment on one footing; one for each (row, column, domain, seed)."""
+    """The records of one experiment on one footing; for each (row, column, domain, seed) those of one cell: one, or
+    one for each visit, where a stream comes to a domain again."""
 
     experiment: str
     records: list[Record]
@@ -81,7 +89,17 @@ class Section:
     @property
     def title(self) -> str:
         title = TITLES.get(self.experiment, str(self.experiment))
+        if self.experiment == "sweep":
+            return f"{title}: {self.stream}"
         return f"{title}: {self.axis_name}" if len(AXES.get(self.experiment, ())) > 1 else title
+
+    @property
+    def stream(self) -> str:
+        """In words, how domains follow each other, and in which batches."""
+        first = self.records[0]
+        order = "never reset" if first.get("reset") == "never" else "reset before each"
+        sizes = sorted(unique(label(r.get("batch_size"), "unknown") for r in self.records), key=as_number)
+        return f"{'mixed within each batch' if first.get('mixed') else order}, batch {' and '.join(sizes)}"
 
     @property
     def axis_name(self) -> str:
@@ -89,9 +107,10 @@ class Section:
 
     @cached_property
     def figure(self) -> str:
-        """What the table shows: accuracy; where a model is frozen after some updates, that on the images left."""
+        """What the table shows: accuracy, or what it costs; where a model is frozen after some updates, accuracy on
+        the images left."""
         left = self.experiment == "convergence" and any(r.get("remaining") is not None for r in self.records)
-        return "remaining" if left else "top1"
+        return "remaining" if left else COSTS.get(self.experiment, "top1")
 
     @cached_property
     def domains(self) -> list[str]:
@@ -122,6 +141,24 @@ class Section:
         found = [r for r in self.records if (self.column(r), r["domain"], r["seed"]) in everywhere]
         return found or self.records
 
+    @cached_property
+    def last(self) -> list[Record]:
+        """The shared records by which rows are compared in other figures: those of the last column, the largest budget
+        or size, where columns are no domains. None of learning rates."""
+        if self.axis == "domain":
+            return self.shared
+        last = max((self.column(r) for r in self.shared), key=self.columns.index)
+        return [r for r in self.shared if self.column(r) == last and self.axis != "lr"]
+
+    @cached_property
+    def visits(self) -> int:
+        """How often a stream comes to a domain, all its domains together; 0 where to none again."""
+        streams = Counter(
+            (self.names[id(r)], None if self.axis == "domain" else self.column(r), r["seed"]) for r in self.records
+        )
+        most = max(streams.values())
+        return most if most > len(self.domains) else 0
+
     def column(self, record: Record) -> str:
         if self.axis == "domain":
             return str(record["domain"])
@@ -134,23 +171,36 @@ class Section:
         """Row -> column -> figure. Columns of an experiment's own are means over domains; so is `mean`, the last
         column where there are several domains. A mean that lacks a domain is left out."""
         table: dict[str, dict[str, Figure]] = {}
-        figure = figure or self.figure
         for row in self.rows:
-            values: dict[str, dict[int, dict[str, float]]] = {}  # column -> seed -> domain -> value
+            values: dict[str, dict[int, dict[str, list[float]]]] = {}  # column -> seed -> domain -> its visits
             for record in self.of(row):
-                if record.get(figure) is not None:
+                if (measured := measure(record, figure or self.figure)) is not None:
                     columns = [self.column(record)]
                     columns += [MEAN] if self.axis == "domain" and len(self.domains) > 1 else []
                     for column in columns:
-                        values.setdefault(column, {}).setdefault(record["seed"], {})[record["domain"]] = record[figure]
+                        by = values.setdefault(column, {}).setdefault(record["seed"], {})
+                        by.setdefault(record["domain"], []).append(measured)
             cells = {}
             for column, seeds in values.items():
                 needed = 1 if column in self.domains else len(self.domains)
-                complete = [statistics.mean(by.values()) for by in seeds.values() if len(by) == needed]
+                complete = [statistics.mean(chain(*by.values())) for by in seeds.values() if len(by) == needed]
                 if complete:
                     cells[column] = Figure.of(complete)
             table[row] = cells
         return table
+
+    def best(self, figures: dict[str, dict[str, Figure]], figure: str | None = None) -> set[tuple[str, str]]:
+        """The rows and columns to be marked: the best rows of each column; of learning rates, the best of each row,
+        since the same one means little to two methods."""
+        figure = figure or self.figure
+        if self.axis == "lr":
+            turned = {c: {row: cells[c] for row, cells in figures.items() if c in cells} for c in self.columns}
+            return {(row, column) for row in figures for column in best(turned, row, figure)}
+        return {(row, column) for column in self.headings(figures) for row in best(figures, column, figure)}
+
+    def spread(self, column: str) -> bool:
+        """Whether a column's standard deviation is of interest: not that of one domain among many."""
+        return column == MEAN or self.axis != "domain" or len(self.domains) == 1
 
     def headings(self, figures: dict[str, dict[str, Figure]]) -> list[str]:
         return [*self.columns, *([MEAN] if any(MEAN in row for row in figures.values()) else [])]
@@ -180,8 +230,18 @@ def footing(record: Record) -> tuple:
     """What must agree for two records to be compared."""
     protocol = record.get("protocol") or {}
     corrupted = bool(record.get("severity", 5))
-    data = protocol.get("data") if corrupted else None  # images as they are: each domain is a data set of its own
-    return (protocol.get("model"), protocol.get("weights"), data, corrupted, record.get("split", "test"))
+    data = images_of(record) if corrupted else None  # images as they are: each domain is a data set of its own
+    stream = bool(record.get("mixed")), label(record.get("reset"))
+    before = label(record.get("domains")) if record.get("reset") == "never" else None  # what else the model has seen
+    return (
+        protocol.get("model"), protocol.get("weights"), data, corrupted, record.get("split", "test"), *stream, before
+    )  # fmt: skip
+
+
+def images_of(record: Record) -> str:
+    """Where the images came from."""
+    key = "validation" if record.get("split") == "validation" else "data"
+    return label(value(record, key), "unknown")
 
 
 def _by_images(records: list[Record]) -> list[list[Record]]:
@@ -208,17 +268,21 @@ def _section(experiment: str, axis: str, records: list[Record]) -> Section:
             ]
             section.names[id(record)] = ", ".join([str(method), *parts])
     kept: dict[tuple, Record] = {}
+    cells: dict[tuple, Any] = {}  # place -> the cell that counts there; its parts are visits
     for record in records:
-        kept.setdefault((section.names[id(record)], section.column(record), record["domain"], record["seed"]), record)
+        place = (section.names[id(record)], section.column(record), record["domain"], record["seed"])
+        if cells.setdefault(place, record.get("cell")) == record.get("cell"):
+            kept.setdefault((*place, record.get("part")), record)
     section.records, section.repeated = list(kept.values()), len(records) - len(kept)
     return section
 
 
 def _tells_apart(section: Section, records: Sequence[Record], key: str) -> bool:
-    """Whether records of the same column, domain and seed differ in it."""
+    """Whether records of the same column, domain and seed differ in it, and not in what tells the same."""
     found: dict[tuple, set[str]] = {}
     for record in records:
-        place = (section.column(record), record["domain"], record["seed"])
+        told = (label(value(record, other)) for other in TOLD.get(key, ()))
+        place = (section.column(record), record["domain"], record["seed"], *told)
         found.setdefault(place, set()).add(label(value(record, key)))
     return any(len(values) > 1 for values in found.values())
 
@@ -229,6 +293,16 @@ def value(record: Record, key: str) -> Any:
         if place.get(key) is not None:
             return place[key]
     return None
+
+
+def measure(record: Record, figure: str) -> float | None:
+    """A record's figure: one of its entries, or what an image costs in time, or the run in memory."""
+    if figure == "milliseconds":
+        return 1000 * record["seconds"] / record["images"] if record["images"] else None
+    if figure == "megabytes":
+        memory = record.get("peak_memory") or record.get("process_peak_memory")
+        return memory / 1e6 if memory else None
+    return record.get(figure)
 
 
 def label(value: Any, none: str = "") -> str:
@@ -250,7 +324,8 @@ def as_number(text: str) -> tuple[float, str]:
 
 def best(figures: dict[str, dict[str, Figure]], column: str, figure: str = "top1") -> set[str]:
     """The rows that are best in a column as printed; none where all are alike."""
-    shown = {row: round(cells[column].mean, 1) for row, cells in figures.items() if column in cells}
+    digits = DIGITS.get(figure, 1)
+    shown = {row: round(cells[column].mean, digits) for row, cells in figures.items() if column in cells}
     if len(set(shown.values())) < 2:
         return set()
     top = (min if figure in LOWER_IS_BETTER else max)(shown.values())

@@ -4,32 +4,49 @@ from collections.abc import Iterable, Sequence
 
 from mgtta.report.paired import differences
 from mgtta.report.published import Beside, beside
-from mgtta.report.summary import MEAN, Figure, Record, Section, best, sections, unique
-from mgtta.report.words import footing_words, headline, interval, notes, printed, short, signed
+from mgtta.report.summary import Figure, Record, Section, sections, unique
+from mgtta.report.words import (
+    bold,
+    decimals,
+    figure_words,
+    footing_words,
+    headline,
+    interval,
+    notes,
+    printed,
+    rates,
+    short,
+    signed,
+)
 
 
 def markdown(records: Sequence[Record], figure: str | None = None) -> str:
-    """The tables of the records, one for each section: one row a method, one column a domain, and the mean."""
-    return "\n\n".join(_markdown_table(section, figure) for section in sections(records))
+    """The tables of the records, one for each section: one row a method, one column a domain, and the mean. Each has
+    its title, where there are several, or where it does not show accuracy."""
+    found = sections(records)
+    return "\n\n".join(_titled(section, figure, len(found) > 1) + _markdown_table(section, figure) for section in found)
+
+
+def _titled(section: Section, figure: str | None, several: bool) -> str:
+    words = "" if (figure or section.figure) == "top1" else f": {figure_words(figure or section.figure)}"
+    return f"{section.title}{words}\n\n" if several or words else ""
 
 
 def _markdown_table(section: Section, figure: str | None = None) -> str:
     figures = section.figures(figure)
-    figure = figure or section.figure
-    columns = section.headings(figures)
+    columns, marked = section.headings(figures), section.best(figures, figure)
     lines = [_row(["method", *map(short, columns)]), "|---" * (len(columns) + 1) + "|"]
-    tops = {column: best(figures, column, figure) for column in columns}
     for row, cells in figures.items():
-        texts = [_cell(cells.get(c), c == MEAN or section.axis != "domain", "{:.1f} ± {:.1f}") for c in columns]
-        bold = (f"**{text}**" if row in tops[c] else text for c, text in zip(columns, texts, strict=True))
-        lines.append(_row([row, *bold]))
+        texts = {c: _cell(cells.get(c), section.spread(c), "±", figure or section.figure) for c in columns}
+        lines.append(_row([row, *(f"**{text}**" if (row, c) in marked else text for c, text in texts.items())]))
     return "\n".join(lines)
 
 
-def _cell(f: Figure | None, spread: bool, both: str) -> str:
+def _cell(f: Figure | None, spread: bool, sign: str, figure: str) -> str:
     if f is None:
         return "–"
-    return both.format(f.mean, f.std) if spread and f.std is not None else f"{f.mean:.1f}"
+    mean = decimals(f.mean, figure)
+    return f"{mean} {sign} {decimals(f.std, figure)}" if spread and f.std is not None else mean
 
 
 def _row(cells: Iterable[str]) -> str:
@@ -50,22 +67,19 @@ def latex(records: Sequence[Record], figure: str | None = None) -> str:
 
 def _latex_table(section: Section, figure: str | None = None) -> str:
     figures = section.figures(figure)
+    columns, marked = section.headings(figures), section.best(figures, figure)
     figure = figure or section.figure
-    columns = section.headings(figures)
-    tops = {column: best(figures, column, figure) for column in columns}
     by = "" if section.axis == "domain" else f" by {section.axis_name}"
-    caption = _latex(f"{section.title}: accuracy (%){by}. {footing_words(section)}.")
+    caption = _latex(f"{section.title}: {figure_words(figure)}{by}. {footing_words(section)}.{rates(section)}")
     lines = [
         r"\begin{table}[t]", r"\centering", f"\\caption{{{caption}}}",
         f"\\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule",
         " & ".join(["method", *(_latex(short(c)) for c in columns)]) + r" \\", r"\midrule",
     ]  # fmt: skip
     for row, cells in figures.items():
-        texts = [_cell(cells.get(c), c == MEAN or section.axis != "domain", r"{:.1f} $\pm$ {:.1f}") for c in columns]
-        bold = (
-            f"\\textbf{{{t}}}" if row in tops[c] else t.replace("–", "--") for c, t in zip(columns, texts, strict=True)
-        )
-        lines.append(" & ".join([_latex(row), *bold]) + r" \\")
+        texts = {c: _cell(cells.get(c), section.spread(c), r"$\pm$", figure) for c in columns}
+        bolds = (f"\\textbf{{{t}}}" if (row, c) in marked else t.replace("–", "--") for c, t in texts.items())
+        lines.append(" & ".join([_latex(row), *bolds]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"])
 
 
@@ -84,7 +98,7 @@ def markdown_report(found: Sequence[Section]) -> str:
     for section in found:
         parts += [f"## {section.title}", "", _markdown(footing_words(section)), ""]
         parts += [f"- {_markdown(words)}" for words in headline(section)] + [""]
-        parts += [_markdown_table(section), "", notes(section), ""]
+        parts += [_markdown_table(section), "", f"{_markdown(notes(section))} {bold(section)}", ""]
         parts += _markdown_differences(section)
         for table in beside(section):
             parts += [f"Published, Table {table.table}" if table.table[0].isdigit() else f"Published, {table.table}"]
@@ -99,7 +113,8 @@ def _markdown_differences(section: Section) -> list[str]:
     found = differences(section)
     if not found:
         return []
-    lines = ["Paired differences in points (Student's t over domains, seeds averaged within each):", ""]
+    how = "Student's t over domains, seeds averaged within each (over seeds where there is one domain)"
+    lines = [f"Paired differences in points, over domain and seed; {how}:", ""]
     lines += ["| method | column | against | difference | 95 % interval | pairs |", "|---|---|---|---|---|---|"]
     lines += [_row([d.row, short(d.column), d.against, signed(d.mean), interval(d), str(d.pairs)]) for d in found]
     return [*lines, ""]
@@ -109,7 +124,7 @@ def _markdown_beside(table: Beside) -> list[str]:
     lines = [_row(["method", "", *map(short, table.columns)]), "|---" * (len(table.columns) + 2) + "|"]
     for row, own in table.printed.items():
         measured = table.measured.get(row, {})
-        lines.append(_row([row, "measured", *(_cell(measured.get(c), False, "") for c in table.columns)]))
+        lines.append(_row([row, "measured", *(_cell(measured.get(c), False, "", c) for c in table.columns)]))
         lines.append(_row(["", "published", *(printed(own.get(c)) for c in table.columns)]))
     return lines
 
