@@ -53,7 +53,7 @@ def charts(section: Section, looks: Looks) -> dict[str, dict[str, Any]]:
         "axis": _axis_chart(section, styles),
         "curve": _curve_chart(section, styles),
         "runtime": _cost_chart(section, styles, "Accuracy against runtime", "milliseconds an image",
-                               timed(section.records), milliseconds),
+                               timed(section.shared), milliseconds),
         "memory": _cost_chart(section, styles, "Accuracy against memory", "GB of GPU memory at most",
                               section.records, gigabytes),
         "reliability": _reliability_chart(section, styles),
