@@ -207,6 +207,13 @@ def test_time_of_a_budget_in_seconds_is_in_the_table():
 
 
 @pytest.mark.usefixtures("small")
+def test_a_method_has_one_entry_in_the_legend_for_all_its_batch_sizes():
+    records = [fake("tent", experiment="small-batch", batch_size=b, peak_memory=b * 10**9) for b in (4, 64)]
+    [trace] = charts_of(page.page(sections(records)))["s0-memory"]["traces"]
+    assert (trace["name"], trace["x"], trace["text"]) == ("tent", [4, 64], ["batch size 4", "batch size 64"])
+
+
+@pytest.mark.usefixtures("small")
 def test_many_settings_are_folded():
     records = [fake("tent", experiment="sweep", settings={"lr": k / 1000, "momentum": 0.9}) for k in range(1, 200)]
     text = page.page(sections(records))

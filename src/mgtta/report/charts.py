@@ -176,7 +176,7 @@ def _cost_chart(
             mine = [r for r in records if section.names[id(r)] == row and column in (None, section.column(r))]
             x, y = cost(mine), cells.get(column or mean)
             if x is not None and y is not None:
-                points.append((x, y, f"{section.axis_name} {column}" if column else ""))
+                points.append((x, y, _plain(f"{section.axis_name} {column}") if column else ""))
         if points:
             xs, ys, texts = zip(*points, strict=True)
             trace = _trace(row, styles[row], list(xs), [y.mean for y in ys])
