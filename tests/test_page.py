@@ -11,6 +11,7 @@ from made_up import budgets, fake, table_1
 
 from mgtta import cli
 from mgtta.data.glyphs import Glyphs
+from mgtta.recipes import RECIPES
 from mgtta.report import page, sections, write_report
 from mgtta.report.charts import POINTS, running_accuracy
 from mgtta.report.examples import Example, Prediction, data_uri, embedded_examples
@@ -18,7 +19,7 @@ from mgtta.store import Store
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1">{{ 7*7 }}%{x}<b>\'&amp;'
 IMAGE = data_uri(Glyphs(1)[0][0])
-EXAMPLES = [Example("fog", "A", IMAGE, IMAGE, Prediction("C", 0.4, False), Prediction("A", 0.9, True))]
+EXAMPLES = [Example("tent", "fog", "A", IMAGE, IMAGE, Prediction("C", 0.4, False), Prediction("A", 0.9, True))]
 
 
 def everything():
@@ -54,6 +55,10 @@ class Reader(HTMLParser):
 def small(monkeypatch):
     """Without the library of 5 MB, for tests that do not draw."""
     monkeypatch.setattr(page, "get_plotlyjs", lambda: "/* library */")
+
+
+def charts_of(text):
+    return json.loads(re.search(r'id="charts">(.*?)</script>', text, re.DOTALL)[1])
 
 
 def store(folder, records):
@@ -108,7 +113,11 @@ def test_the_page_says_what_was_run_and_found():
     ):  # fmt: skip
         assert words in read.text, words
     assert "skipped" in read.text
-    assert "predicted but not learned" not in Reader(page.page(sections(table_1()))).text
+    assert "tent, in the domains in which it changed accuracy most" in read.text
+    assert "No example images" not in read.text
+    without = Reader(page.page(sections(table_1()))).text
+    assert "predicted but not learned" not in without
+    assert "No example images: they are drawn for the embedded data and model alone" in without
 
 
 @pytest.mark.usefixtures("small")
@@ -147,8 +156,74 @@ def test_text_of_records_is_never_markup():
 )
 def test_little_is_enough(records):
     text = page.page(sections(records))
-    charts = json.loads(re.search(r'id="charts">(.*?)</script>', text, re.DOTALL)[1])
+    charts = charts_of(text)
     assert ("s0-curve" in charts) == (records[0]["experiment"] == "corruptions" and records[0]["top1"] is not None)
+
+
+@pytest.mark.usefixtures("small")
+def test_no_two_methods_look_alike():
+    few = ("noadapt", "tent", "eq7_adam", "mgtta_plus")
+    records = [*table_1(RECIPES, 1, ("fog",)), *(fake(m, "mixed", experiment="mixed") for m in few)]
+    rows = [fake("tent", experiment="ablation", settings={"lr": k}) for k in range(12)]
+    looks: dict[str, set] = {}
+    for name, chart in charts_of(page.page(sections([*records, *rows]))).items():
+        own = [t for t in chart["traces"] if t["name"] != "perfect"]
+        lines = {t["name"]: (t["line"]["color"], t["line"]["dash"]) for t in own}
+        markers = {t["name"]: (t["line"]["color"], t["marker"]["symbol"]) for t in own}
+        assert len({(lines[n], markers[n]) for n in lines}) == len(own), name
+        if "lr" not in own[0]["name"]:
+            assert len(set(lines.values())) == len(set(markers.values())) == len(own), name
+            for method, line in lines.items():
+                looks.setdefault(method, set()).add((line, markers[method]))
+    assert set(looks) == set(RECIPES)
+    assert all(len(look) == 1 for look in looks.values())  # the same in all charts
+    assert {line[1] for method in few for line, _ in looks[method]} == {"solid"}  # those seen most: by colour
+
+
+@pytest.mark.usefixtures("small")
+def test_time_is_of_timed_records_of_one_device():
+    def timed(records):
+        text = page.page(sections(records))
+        heads = re.findall(r'<button type="button">(.*?)</button>', text)
+        chart = charts_of(text).get("s0-runtime")
+        assert ("ms/image" in heads) == (chart is not None)
+        return {t["name"]: t["x"] for t in chart["traces"]} if chart else {}
+
+    assert timed(table_1()) == {}
+    assert timed([fake("tent", alone=False)]) == {}
+    alone = [fake("tent", s, seconds=0.512, alone=True, experiment="runtime") for s in ("fog", "snow")]
+    assert timed(alone) == {"tent": [pytest.approx(1)]}
+    slow = fake("tent", "frost", seconds=512.0, alone=True, experiment="runtime", protocol={"device": "slow"})
+    untimed = fake("tent", "glass_blur", seconds=512.0, experiment="runtime")
+    assert timed([slow, *alone, untimed]) == {"tent": [pytest.approx(1)]}
+
+
+@pytest.mark.usefixtures("small")
+def test_time_of_a_budget_in_seconds_is_in_the_table():
+    text = page.page(sections(budgets()))
+    updates, seconds = (part for part in text.split("<thead>") if "sortable" not in part and "ECE at" in part)
+    assert "ms/image" in seconds
+    assert "ms/image" not in updates
+
+
+@pytest.mark.usefixtures("small")
+def test_a_method_has_one_entry_in_the_legend_for_all_its_batch_sizes():
+    records = [fake("tent", experiment="small-batch", batch_size=b, peak_memory=b * 10**9) for b in (4, 64)]
+    [trace] = charts_of(page.page(sections(records)))["s0-memory"]["traces"]
+    assert (trace["name"], trace["x"], trace["text"]) == ("tent", [4, 64], ["batch size 4", "batch size 64"])
+
+
+@pytest.mark.usefixtures("small")
+def test_many_settings_are_folded():
+    records = [fake("tent", experiment="sweep", settings={"lr": k / 1000, "momentum": 0.9}) for k in range(1, 200)]
+    text = page.page(sections(records))
+    [shown, rest] = re.search(
+        r"<dt>settings</dt><dd>(.*?)<details.*?</summary>(.*?)</details>", text, re.DOTALL
+    ).groups()
+    assert len(shown) < 400
+    assert len(shown.split(";")) + len(rest.split(";")) == 199
+    assert f"and {len(rest.split(';'))} more" in text
+    assert "more</summary>" not in page.page(sections(records[:3]))
 
 
 def test_running_accuracy():
@@ -162,7 +237,7 @@ def test_running_accuracy():
 def test_examples_are_rendered_for_the_embedded_data():
     found = embedded_examples([fake("noadapt"), fake("mgtta", batch_size=16)], domains=1, images=32)
     assert 1 <= len(found) <= 3
-    assert {e.domain for e in found} == {"fog"}
+    assert {(e.method, e.domain) for e in found} == {("mgtta", "fog")}
     for e in found:
         assert e.clean.startswith("data:image/png;base64,")
         assert e.clean != e.corrupted
@@ -173,7 +248,7 @@ def test_examples_come_from_the_domains_that_changed_most(monkeypatch):
     values = {"fog": (50, 51), "snow": (60, 40), "frost": (30, 35)}
     methods = ("noadapt", "mgtta")
     records = [fake(m, d, top1=v, batch_size=4) for d, vs in values.items() for m, v in zip(methods, vs, strict=True)]
-    monkeypatch.setattr("mgtta.report.examples._examples", lambda domain, *_: [domain])
+    monkeypatch.setattr("mgtta.report.examples._examples", lambda _, domain, *__: [domain])
     assert embedded_examples(records, domains=2, images=0) == ["snow", "frost"]
 
 
@@ -309,6 +384,95 @@ def test_the_legend_toggles_a_curve_and_the_menu_chooses_a_domain(browser, repor
     )
     assert opened.js(curve) != before
     assert opened.js(visible) == [True, "legendonly", True]
+    assert opened.complaints() == []
+
+
+def test_hovering_names_the_curves(browser, report_file):
+    opened = Opened(browser, report_file)
+    x, y = opened.js(
+        "const plot = document.querySelector('[data-chart=s0-curve] .nsewdrag');"
+        "plot.scrollIntoView({block: 'center'});"
+        "const r = plot.getBoundingClientRect(); return [r.right - 8, r.top + r.height / 2]"  # the last batch
+    )
+    for step in (0, 5):
+        event = {"type": "mouseMoved", "x": x + step, "y": y}
+        browser.execute_cdp_cmd("Input.dispatchMouseEvent", event)
+        opened.js("return new Promise(r => setTimeout(r, 200))")
+    shown = opened.js("return document.querySelector('[data-chart=s0-curve] .hoverlayer').textContent")
+    assert all(method in shown for method in ("noadapt", "tent", "mgtta"))
+    assert opened.complaints() == []
+
+
+@pytest.fixture(scope="module")
+def full_file(tmp_path_factory):
+    """All methods, many learning rates, and long names."""
+    rates = [k * 10.0**-e for e in range(2, 6) for k in (1, 2.5, 5)]
+    swept = [fake(m, experiment="sweep", settings={"lr": lr}) for m in RECIPES for lr in rates]
+    long = [
+        fake(
+            "mgtta",
+            experiment="sweep",
+            settings={"lr": lr},
+            protocol={"generator": f"trained on {n} images, {'x ' * 40}"},
+        )
+        for lr in rates
+        for n in (64, 128)
+    ]
+    records = [*table_1(RECIPES, peak_memory=10**9), *swept, *long]
+    return write_report(store(tmp_path_factory.mktemp("full"), records), examples=False)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_legend_lies_below_all_else_and_the_plot_keeps_its_height(browser, full_file, width):
+    opened = Opened(browser, full_file, width)
+    charts = opened.js(
+        "return [...document.querySelectorAll('.chart')].map(box => {"
+        "  const all = part => [...box.querySelectorAll(part)].map(e => e.getBoundingClientRect());"
+        "  const [legend] = all('.legend .bg'), [plot] = all('.nsewdrag'), mine = box.getBoundingClientRect();"
+        "  return {plot: plot.height, gap: legend.top - Math.max(...all('.xtick text, .xtitle').map(r => r.bottom)),"
+        "    over: Math.max(legend.bottom - mine.bottom, ...all('.legendtext').map(r => r.right - mine.right))}})"
+    )
+    assert len(charts) == 4
+    for chart in charts:
+        assert chart["plot"] == pytest.approx(260, abs=2)
+        assert 0 < chart["gap"] < 20
+        assert chart["over"] < 1
+    opened.browser.execute_cdp_cmd(  # turned
+        "Emulation.setDeviceMetricsOverride", {"width": 700, "height": 390, "deviceScaleFactor": 1, "mobile": False}
+    )
+    opened.js("return new Promise(r => setTimeout(r, 500))")
+    assert opened.js("return [...document.querySelectorAll('.chart')].every(b => b.layout.width === b.clientWidth)")
+    assert opened.complaints() == []
+
+
+def test_long_names_leave_room_for_figures_on_a_phone(browser, full_file):
+    opened = Opened(browser, full_file, 390)
+    widths = "return [...document.querySelectorAll('table.sortable')].map(t => t.rows[1].cells[0].offsetWidth)"
+    plain, long = opened.js(widths)
+    assert 60 < plain < 110
+    assert 100 < long < 180
+
+
+def test_on_paper_all_is_as_wide_as_the_paper(browser, full_file):
+    opened = Opened(browser, full_file, scheme="dark")
+    look = (
+        "return {main: document.querySelector('main').clientWidth,"
+        " tables: [...document.querySelectorAll('.scroll > table')].map(t => t.getBoundingClientRect().width),"
+        " charts: [...document.querySelectorAll('.chart')].map(b =>"
+        "   [b.querySelector('.main-svg').getBoundingClientRect().width, b.closest('figure').clientWidth]),"
+        " open: [...document.querySelectorAll('details')].map(d => [d.className, d.open]),"
+        " ink: getComputedStyle(document.querySelector('.xtick text')).fill}"
+    )
+    before = opened.js(look)
+    opened.js("dispatchEvent(new Event('beforeprint'))")
+    paper = opened.js(look)
+    assert paper["main"] == pytest.approx(184 * 96 / 25.4, abs=1)  # A4 less its margins
+    assert max(paper["tables"]) <= paper["main"] + 1 < max(before["tables"])
+    assert all(figure - 30 < svg <= figure for svg, figure in paper["charts"])
+    assert {(name, is_open) for name, is_open in paper["open"]} == {("", True), ("fold", False)}
+    assert paper["ink"] == "rgb(28, 32, 36)"
+    opened.js("dispatchEvent(new Event('afterprint'))")
+    assert opened.js(look) == before
     assert opened.complaints() == []
 
 

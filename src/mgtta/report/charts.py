@@ -2,39 +2,66 @@
 
 import html
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mgtta.report.summary import MEAN, Record, Section, as_number, label, unique
+
+Style = dict[str, dict[str, Any]]
 
 POINTS = 200  # of a curve, at most
 # apart on white and on black, and for most eyes; the two that all others are compared with are always the same
 COLOURS = {"noadapt": "#8a8f98", "mgtta": "#d1602a"}
 PALETTE = ("#0a7cc4", "#159d74", "#b7609a", "#a8810c", "#7a6fd0", "#2ba6b8", "#c2475a", "#5f8f2f")
-DASHES = ("solid", "dash", "dot", "dashdot")
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "hexagon")  # not as many as dashes: more pairs
 
 
-def colours_of(found: Sequence[Section]) -> dict[str, str]:
-    others = unique(method for section in found for method in section.rows.values() if method not in COLOURS)
-    return {**COLOURS, **{method: PALETTE[i % len(PALETTE)] for i, method in enumerate(others)}}
+@dataclass(frozen=True)
+class Looks:
+    """A colour for each method, and how many methods had the same before it: they differ in dash and marker."""
+
+    colours: dict[str, str]
+    rounds: dict[str, int]
+
+    @classmethod
+    def of(cls, found: Sequence[Section]) -> "Looks":
+        """Of all methods of a page: those in most sections come first, and are told apart by colour alone."""
+        methods = Counter(m for section in found for m in unique(section.rows.values()) if m not in COLOURS)
+        others = [method for method, _ in methods.most_common()]
+        return cls(
+            {**COLOURS, **{method: PALETTE[i % len(PALETTE)] for i, method in enumerate(others)}},
+            {**dict.fromkeys(COLOURS, 0), **{method: i // len(PALETTE) for i, method in enumerate(others)}},
+        )
+
+    def styles(self, section: Section) -> dict[str, Style]:
+        """Row -> its line and marker; a method's first row looks the same in every section."""
+        styles: dict[str, Style] = {}
+        for row, method in section.rows.items():
+            before = sum(section.rows[other] == method for other in styles)
+            i = self.rounds[method] + before * (1 + max(self.rounds.values()))
+            line = {"color": self.colours[method], "dash": DASHES[i % len(DASHES)], "width": 2}
+            styles[row] = {"line": line, "marker": {"symbol": SYMBOLS[i % len(SYMBOLS)], "size": 7}}
+        return styles
 
 
-def charts(section: Section, colours: dict[str, str]) -> dict[str, dict[str, Any]]:
-    styles: dict[str, dict[str, str]] = {}
-    for row, method in section.rows.items():
-        dash = DASHES[sum(section.rows[other] == method for other in styles) % len(DASHES)]
-        styles[row] = {"color": colours[method], "dash": dash}
+def charts(section: Section, looks: Looks) -> dict[str, dict[str, Any]]:
+    styles = looks.styles(section)
     found = {
         "axis": _axis_chart(section, styles),
         "curve": _curve_chart(section, styles),
-        "runtime": _cost_chart(section, styles, "runtime", "milliseconds an image", milliseconds),
-        "memory": _cost_chart(section, styles, "memory", "GB of GPU memory at most", gigabytes),
+        "runtime": _cost_chart(section, styles, "Accuracy against runtime", "milliseconds an image",
+                               timed(section.shared), milliseconds),
+        "memory": _cost_chart(section, styles, "Accuracy against memory", "GB of GPU memory at most",
+                              section.records, gigabytes),
         "reliability": _reliability_chart(section, styles),
-    }
+    }  # fmt: skip
     return {name: chart for name, chart in found.items() if chart is not None}
 
 
-def _axis_chart(section: Section, styles: dict[str, dict[str, str]]) -> dict[str, Any] | None:
+def _axis_chart(section: Section, styles: dict[str, Style]) -> dict[str, Any] | None:
     """Accuracy by what the experiment varies: budgets, rates, sizes."""
     if section.axis == "domain":
         return None
@@ -56,7 +83,7 @@ def _axis_chart(section: Section, styles: dict[str, dict[str, str]]) -> dict[str
     return _chart(f"Accuracy by {section.axis_name}", traces, axis, "accuracy, %")
 
 
-def _curve_chart(section: Section, styles: dict[str, dict[str, str]]) -> dict[str, Any] | None:
+def _curve_chart(section: Section, styles: dict[str, Style]) -> dict[str, Any] | None:
     """Accuracy over batches so far: the mean over domains and seeds, and each domain for the page's menu."""
     if section.axis != "domain":
         return None
@@ -111,6 +138,15 @@ def running_accuracy(records: Sequence[Record]) -> tuple[list[int], list[float]]
     return [i + 1 for i in chosen], [round(statistics.mean(c[i] for c in curves), 2) for i in chosen]
 
 
+def timed(records: Sequence[Record]) -> list[Record]:
+    """Those that had their device to themselves while the clock ran, of the device that has most of them."""
+    devices: dict[str | None, list[Record]] = {}
+    for record in records:
+        if record.get("alone") or record.get("max_seconds") is not None:
+            devices.setdefault((record.get("protocol") or {}).get("device"), []).append(record)
+    return max(devices.values(), key=len, default=[])
+
+
 def milliseconds(records: Sequence[Record]) -> float | None:
     images = sum(r["images"] for r in records)
     return 1000 * sum(r["seconds"] for r in records) / images if images else None
@@ -123,36 +159,36 @@ def gigabytes(records: Sequence[Record]) -> float | None:
 
 def _cost_chart(
     section: Section,
-    styles: dict[str, dict[str, str]],
-    name: str,
+    styles: dict[str, Style],
+    title: str,
     axis: str,
+    records: Sequence[Record],
     cost: Callable[[Sequence[Record]], float | None],
 ) -> dict[str, Any] | None:
+    """Accuracy against what it costs: a point for each row, or for each of its batch sizes."""
     if section.axis not in ("domain", "batch_size"):
         return None
-    figures = section.figures("top1")
+    mean = MEAN if len(section.domains) > 1 else section.domains[0]
     traces: list[dict[str, Any]] = []
-    for row, style in styles.items():
+    for row, cells in section.figures("top1").items():
+        points = []
         for column in [None] if section.axis == "domain" else section.columns:
-            records = [r for r in section.of(row) if column in (None, section.column(r))]
-            found = figures[row].get(column or (MEAN if len(section.domains) > 1 else section.domains[0]))
-            x = cost(records)
-            if x is not None and found is not None:
-                shown = f"{row}, {column}" if column else row
-                trace = {**_trace(shown, style, [x], [found.mean]), "mode": "markers"}
-                trace["marker"] = {"color": style["color"], "size": 12, "symbol": _symbol(len(traces))}
-                trace["error_y"] = {"type": "data", "array": [found.std or 0], "thickness": 1}
-                traces.append(trace)
+            mine = [r for r in records if section.names[id(r)] == row and column in (None, section.column(r))]
+            x, y = cost(mine), cells.get(column or mean)
+            if x is not None and y is not None:
+                points.append((x, y, _plain(f"{section.axis_name} {column}") if column else ""))
+        if points:
+            xs, ys, texts = zip(*points, strict=True)
+            trace = _trace(row, styles[row], list(xs), [y.mean for y in ys])
+            trace["marker"] = {**trace["marker"], "size": 11}
+            trace["error_y"] = {"type": "data", "array": [y.std or 0 for y in ys], "thickness": 1}
+            traces.append({**trace, "mode": "lines+markers" if len(points) > 1 else "markers", "text": texts})
     if not traces:
         return None
-    return _chart(f"Accuracy against {name}", traces, {"title": {"text": axis}, "rangemode": "tozero"}, "accuracy, %")
+    return _chart(title, traces, {"title": {"text": axis}, "rangemode": "tozero"}, "accuracy, %")
 
 
-def _symbol(i: int) -> str:
-    return ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "hexagon")[i % 8]
-
-
-def _reliability_chart(section: Section, styles: dict[str, dict[str, str]]) -> dict[str, Any] | None:
+def _reliability_chart(section: Section, styles: dict[str, Style]) -> dict[str, Any] | None:
     """Accuracy within each bin of confidence, all domains and seeds together (Guo et al., ICML 2017)."""
     if section.axis != "domain":
         return None
@@ -175,13 +211,13 @@ def _reliability_chart(section: Section, styles: dict[str, dict[str, str]]) -> d
     return _chart("Reliability", [diagonal, *traces], axis, "accuracy, %")
 
 
-def _trace(row: str, style: dict[str, str], x: list[Any], y: list[float]) -> dict[str, Any]:
+def _trace(row: str, style: Style, x: list[Any], y: list[float]) -> dict[str, Any]:
     return {
         "type": "scatter",
         "name": _plain(row),
         "x": x,
         "y": [round(v, 3) for v in y],
-        "line": {**style, "width": 2},
+        **style,
     }
 
 

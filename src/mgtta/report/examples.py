@@ -34,8 +34,9 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Example:
-    """An image, clean and corrupted, as data URIs, with what was predicted before and after adaptation."""
+    """An image, clean and corrupted, as data URIs, with what was predicted before and after a method adapted."""
 
+    method: str
     domain: str
     label: str
     clean: str
@@ -67,7 +68,7 @@ def embedded_examples(records: Sequence[Record], domains: int = 2, images: int =
         method.reset()
         for batch in batches:
             after = method(batch.x)
-        found += _examples(domain, characters, batch, model(batch.x).detach(), after)
+        found += _examples(like["method"], domain, characters, batch, model(batch.x).detach(), after)
     return found
 
 
@@ -94,7 +95,7 @@ def _most_changed(records: Sequence[Record], method: str) -> list[str]:
     return sorted(names, key=lambda d: -abs(top1[method, d] - top1.get(("noadapt", d), top1[method, d])))
 
 
-def _examples(domain: str, clean: Held, batch: Batch, before: Tensor, after: Tensor) -> list[Example]:
+def _examples(method: str, domain: str, clean: Held, batch: Batch, before: Tensor, after: Tensor) -> list[Example]:
     labels = torch.as_tensor(batch.y)
     was, now = before.argmax(1).eq(labels), after.argmax(1).eq(labels)
     kinds = (~was & now, was & ~now, was == now)  # set right, spoiled, as it was
@@ -105,6 +106,7 @@ def _examples(domain: str, clean: Held, batch: Batch, before: Tensor, after: Ten
 
     return [
         Example(
+            method,
             domain,
             CLASSES[int(labels[i])],
             data_uri(clean[int(batch.index[i])][0]),

@@ -8,21 +8,24 @@ loads nothing.
 import base64
 import hashlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib import resources
+from itertools import accumulate
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from mgtta import __version__
-from mgtta.report.charts import charts, colours_of, gigabytes, milliseconds
+from mgtta.report.charts import Looks, charts, gigabytes, milliseconds, timed
 from mgtta.report.examples import Example
 from mgtta.report.paired import differences
 from mgtta.report.published import beside, published
-from mgtta.report.summary import COSTS, MEAN, Section, label, unique
+from mgtta.report.summary import COSTS, MEAN, Record, Section, label, unique
 from mgtta.report.words import bold, decimals, footing_words, headline, interval, notes, printed, short, signed
+
+LINES = 300  # characters of an entry of the protocol that are in sight
 
 
 def page(found: Sequence[Section], examples: Sequence[Example] = (), title: str = "Test-time adaptation") -> str:
@@ -30,11 +33,11 @@ def page(found: Sequence[Section], examples: Sequence[Example] = (), title: str 
     folder = resources.files("mgtta.report")
     script, style = (folder.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
     library = get_plotlyjs()
-    colours = colours_of(found)
+    looks = Looks.of(found)
     drawn: dict[str, Any] = {}
     shown = []
     for i, section in enumerate(found):
-        mine = {f"s{i}-{name}": chart for name, chart in charts(section, colours).items()}
+        mine = {f"s{i}-{name}": chart for name, chart in charts(section, looks).items()}
         drawn.update(mine)
         shown.append(_shown(section, f"s{i}", list(mine)))
     policy = (
@@ -75,10 +78,10 @@ def _shown(section: Section, name: str, charts: list[str]) -> dict[str, Any]:
             {
                 "name": row,
                 "cells": [{"figure": figures[row].get(c), "best": (row, c) in marked} for c in columns],
-                "more": _more(section, row),
             }
             for row in section.rows
         ],
+        "more": _more(section),
         "differences": differences(section),
         "beside": beside(section),
         "charts": charts,
@@ -88,27 +91,33 @@ def _shown(section: Section, name: str, charts: list[str]) -> dict[str, Any]:
     }
 
 
-def _more(section: Section, row: str) -> list[dict[str, Any]]:
-    """ECE, top-5, milliseconds an image and gigabytes: over what all rows have in common, in the last column where
-    columns are no domains; nothing of learning rates."""
-    if not section.last:
-        return []
-    records = [r for r in section.last if section.names[id(r)] == row]
-    at = "" if section.axis == "domain" else f" at {short(section.column(section.last[0]))}"
+def _more(section: Section) -> list[dict[str, Any]]:
+    """Top-5, ECE, milliseconds an image and gigabytes, where any row has them: over what all rows have in common, in
+    the last column where columns are no domains; nothing of learning rates."""
+    last, clock = section.last, section.at_last(timed(section.shared))
     columns = [
-        *([("top-1", _mean([r.get("top1") for r in records]), ".1f")] if section.experiment in COSTS else []),
-        ("top-5", _mean([r.get("top5") for r in records]), ".1f"),
-        ("ECE", _mean([r.get("ece") for r in records]), ".1f"),
-        ("ms/image", milliseconds(records), ".2f"),
-        ("GB", gigabytes(records), ".2f"),
-        ("updates", _mean([r.get("updates") for r in records]), ".0f"),
+        *([("top-1", last, _mean_of("top1"), "%.1f")] if section.experiment in COSTS else []),
+        ("top-5", last, _mean_of("top5"), "%.1f"),
+        ("ECE", last, _mean_of("ece"), "%.1f"),
+        ("ms/image", clock, milliseconds, "%.2f"),
+        ("GB", last, gigabytes, "%.2f"),
+        ("updates", last, _mean_of("updates"), "%.0f"),
     ]
-    return [{"name": n + at, "value": v, "text": "–" if v is None else f"{v:{spec}}"} for n, v, spec in columns]
+    found = []
+    for name, records, figure, spec in columns:
+        values = {row: figure([r for r in records if section.names[id(r)] == row]) for row in section.rows}
+        if any(value is not None for value in values.values()):
+            at = "" if section.axis == "domain" else f" at {short(section.column(records[0]))}"
+            found.append({"name": name + at, "values": values, "spec": spec})
+    return found
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return statistics.mean(known) if known else None
+def _mean_of(key: str) -> Callable[[Sequence[Record]], float | None]:
+    def mean(records: Sequence[Record]) -> float | None:
+        known = [r[key] for r in records if r.get(key) is not None]
+        return statistics.mean(known) if known else None
+
+    return mean
 
 
 def _events(section: Section) -> list[dict[str, Any]]:
@@ -121,8 +130,8 @@ def _events(section: Section) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _protocol(section: Section) -> list[tuple[str, str]]:
-    """Each entry of the protocols, and the settings, with all the values that occur."""
+def _protocol(section: Section) -> list[tuple[str, str, list[str]]]:
+    """Each entry of the protocols, and the settings, with all the values that occur: some lines, and the rest."""
     entries: dict[str, list[str]] = {}
     for record in section.records:
         settings = ", ".join(f"{k} {label(v)}" for k, v in (record.get("settings") or {}).items())
@@ -136,7 +145,14 @@ def _protocol(section: Section) -> list[tuple[str, str]]:
         for key, fact in facts.items():
             if fact is not None:
                 entries.setdefault(key, []).append(_words(fact))
-    return [(key, "; ".join(unique(values))) for key, values in entries.items()]
+    return [(key, *_some(unique(values))) for key, values in entries.items()]
+
+
+def _some(values: list[str]) -> tuple[str, list[str]]:
+    """What goes into some lines, the first value in any case, and the rest."""
+    ends = accumulate(len(value) + 2 for value in values)
+    n = max(1, sum(end <= LINES for end in ends))
+    return "; ".join(values[:n]), values[n:]
 
 
 def _words(fact: Any) -> str:

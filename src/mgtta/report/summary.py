@@ -143,12 +143,15 @@ class Section:
 
     @cached_property
     def last(self) -> list[Record]:
-        """The shared records by which rows are compared in other figures: those of the last column, the largest budget
-        or size, where columns are no domains. None of learning rates."""
-        if self.axis == "domain":
-            return self.shared
-        last = max((self.column(r) for r in self.shared), key=self.columns.index)
-        return [r for r in self.shared if self.column(r) == last and self.axis != "lr"]
+        """The shared records by which rows are compared in other figures; see `at_last`."""
+        return self.at_last(self.shared)
+
+    def at_last(self, records: list[Record]) -> list[Record]:
+        """Those of the last column (the largest budget or size), where columns are no domains; none of rates."""
+        if self.axis == "domain" or not records:
+            return records
+        last = max((self.column(r) for r in records), key=self.columns.index)
+        return [r for r in records if self.column(r) == last and self.axis != "lr"]
 
     @cached_property
     def visits(self) -> int:
