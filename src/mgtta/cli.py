@@ -310,7 +310,7 @@ def bench(
     if not json:
         if profile:
             typer.echo(f"{time_table(records)}\n")
-        typer.echo(f"{len(records)} records in {store.path}")
+        typer.echo(f"{len(records)} records of {experiment} are in {store.path}")
 
 
 @app.command()

@@ -6,8 +6,9 @@ moments and memory: small updates are not rounded away.
 
 On a GPU the network, the loss and the optimizer's step are compiled, and the whole of a step (images in, forward, loss,
 backward, update, or none where something is not finite) is captured as a CUDA graph, one for each shape of batch, and
-replayed. Both take their time, so a shape is run as it is until it has come `PATIENCE` times, or `warm_up` asks for it.
-Reset and load copy into the tensors that a graph holds, so that it stays.
+replayed. Compiling takes half a minute, and saves some milliseconds a batch: so a shape is run as it is until it has
+come `PATIENCE` times, or `warm_up` asks for it. Reset and load copy into the tensors that a graph holds, so that it
+stays.
 """
 
 import warnings
@@ -26,7 +27,7 @@ from mgtta.optim.flat import RULES, FlatStep
 from mgtta.schedule import summary
 from mgtta.vit import ViT
 
-PATIENCE = 32  # batches of a shape before it is compiled
+PATIENCE = 2000  # batches of a shape before it is compiled: by then they have cost as much as that saves
 KEPT = 4  # graphs, the latest ones
 RECOMPILES = 512  # that dynamo allows: all methods of a process share what is compiled
 ATTENTION = [  # the first that can
