@@ -9,7 +9,7 @@ from conftest import CLASSES, confident_vit, images, random_generator
 
 import mgtta
 from mgtta.files import read_tree, write_tree
-from mgtta.schedule import BURST, REST, SKIP, Schedule, summary
+from mgtta.schedule import BURST, MEMORY, REST, SKIP, Schedule, summary
 
 
 def make(name="mgtta", **settings):
@@ -96,9 +96,9 @@ def test_a_stream_with_one_shift(name, precision):
 def test_it_rests_on_the_mean_of_its_parameters(precision, monkeypatch):
     method, average, seen = make("tent", precision=precision), Schedule.average, []
 
-    def watched(schedule, params):
+    def watched(schedule, params, last):
         seen.append([p.detach().clone() for p in params])
-        average(schedule, params)
+        average(schedule, params, last)
 
     monkeypatch.setattr(Schedule, "average", watched)
     method.schedule.rest = 4
@@ -212,6 +212,25 @@ def test_a_guard_hides_nothing():
     assert guarded.updates == guarded.method.updates == 3
     assert guarded.schedule is guarded.method.schedule
     assert guarded.fast is guarded.method.fast is not None
+
+
+def test_a_budget_that_ends_within_a_burst_ends_on_the_mean():
+    method = make("tent", max_updates=BURST - 1)
+    for t in range(BURST):
+        method(images(8, seed=t))
+    assert method.schedule.left == 0
+    assert all(torch.equal(p, m) for p, m in zip(method.adapted.values(), method.schedule.mean, strict=True))
+
+
+def test_the_mean_looks_back_on_so_many_updates():
+    schedule = Schedule(learned=SKIP + 1)
+    p = torch.zeros(1)
+    for t in range(3 * MEMORY):
+        p.fill_(float(t >= MEMORY))
+        schedule.average([p])
+        schedule.learned += 1
+    assert schedule.mean[0] > 1 - (1 - 1 / MEMORY) ** (2 * MEMORY) - 1e-5
+    assert schedule.mean[0] < 1
 
 
 def test_guarded_and_limited():

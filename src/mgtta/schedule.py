@@ -97,8 +97,12 @@ class Schedule:
             self.left -= 1
 
     @torch.no_grad()
-    def average(self, params: list[Tensor]) -> None:
-        """Follow an update: take the parameters into their mean and, where a rest begins, put it in their place."""
+    def average(self, params: list[Tensor], last: bool = False) -> None:
+        """Follow an update: take the parameters into their mean and, where a rest begins, put it in their place.
+
+        Args:
+            last: no update comes after this one.
+        """
         count = min(self.learned - SKIP, MEMORY)
         if count < 1:
             return
@@ -107,7 +111,7 @@ class Schedule:
         else:
             self.mean = [m.to(p) for m, p in zip(self.mean, params, strict=True)]
             torch._foreach_lerp_(self.mean, params, 1 / count)
-        if self.left:
+        if self.left or last:
             torch._foreach_copy_(params, self.mean)
 
     def _begin(self) -> None:

@@ -194,7 +194,7 @@ class Method(nn.Module):
                 schedule.note(about, learns, len(x))
                 if learns and self.updates > before:
                     schedule.settle()
-                    schedule.average(list(self.adapted.values()))
+                    schedule.average(list(self.adapted.values()), last=self.spent)
         if logits.is_cuda and self.max_seconds is not None:
             torch.cuda.synchronize(logits.device)
         took = time.perf_counter() - began
