@@ -293,6 +293,11 @@ def test_bench_prints_a_table_and_keeps_records(run, tmp_path, monkeypatch):
     assert events[0] == {"event": "start", "experiment": "corruptions", "cells": 4, "finished": 4}
     assert {e["fresh"] for e in events[1:5]} == {False}
     assert events[1]["protocol"]["command"].startswith("mgtta bench corruptions --methods noadapt,tent")
+    code, out, err = run(*words, "--json", "--generator", "gone", "--methods", "mgtta")
+    assert code != 0
+    event = json.loads(out.splitlines()[-1])
+    assert event["event"] == "error"
+    assert "no generator 'gone'" in event["text"]
 
 
 @pytest.mark.parametrize(

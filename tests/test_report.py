@@ -307,3 +307,14 @@ def test_figures_beside_accuracy_are_those_of_the_largest_budget():
     assert ">updates at 20</button>" in shown
     assert "updates" not in re.findall(r">([\w -]+)</button>", page.page(sections(rates)))
     assert ">updates</button>" in page.page(sections(table_1()))
+
+
+def test_ticks_of_many_rates_leave_room_for_each_other():
+    from mgtta.report.charts import TICKS, _apart
+
+    rates = [2.5e-5, 5e-5, 1e-4, 1.25e-4, 2e-4, 2.5e-4, 5e-4, 1e-3, 1.25e-3, 2e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05]
+    shown = _apart(rates)
+    assert shown[0] == rates[0]
+    assert 4 <= len(shown) <= TICKS + 1
+    assert _apart([2.0, 4.0, 8.0]) == [2.0, 4.0, 8.0]
+    assert _apart([3.0]) == [3.0]

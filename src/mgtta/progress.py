@@ -58,7 +58,7 @@ class Bars(Watch):
 
 
 class Lines(Watch):
-    """One line of JSON on the standard output for each event: start, note, record, end."""
+    """One line of JSON on the standard output for each event: start, note, record; end or error."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -67,9 +67,11 @@ class Lines(Watch):
     def __enter__(self) -> "Lines":
         return self
 
-    def __exit__(self, kind: type | None, *_: object) -> None:
+    def __exit__(self, kind: type | None, error: object, _: object) -> None:
         if kind is None:
             self._say("end", records=self.records, out=str(self.out))
+        elif issubclass(kind, Exception):
+            self._say("error", text=str(error))
 
     def start(self, title: str, cells: int, finished: int) -> None:
         self._say("start", experiment=title, cells=cells, finished=finished)

@@ -12,6 +12,7 @@ from mgtta.report.summary import MEAN, Record, Section, as_number, label, unique
 Style = dict[str, dict[str, Any]]
 
 POINTS = 200  # of a curve, at most
+TICKS = 7  # on a logarithmic axis, about
 # apart on white and on black, and for most eyes; the two that all others are compared with are always the same
 COLOURS = {"noadapt": "#8a8f98", "mgtta": "#d1602a"}
 PALETTE = ("#0a7cc4", "#159d74", "#b7609a", "#a8810c", "#7a6fd0", "#2ba6b8", "#c2475a", "#5f8f2f")
@@ -79,8 +80,18 @@ def _axis_chart(section: Section, styles: dict[str, Style]) -> dict[str, Any] | 
     axis: dict[str, Any] = {"title": {"text": section.axis_name}}
     numbers = sorted({x for trace in traces for x in trace["x"]}, key=str)
     if all(isinstance(x, float) and x > 0 for x in numbers):
-        axis |= {"type": "log", "tickvals": numbers, "ticktext": [label(x) for x in numbers]}
+        ticks = _apart(sorted(numbers))
+        axis |= {"type": "log", "tickvals": ticks, "ticktext": [label(x) for x in ticks]}
     return _chart(f"Accuracy by {section.axis_name}", traces, axis, "accuracy, %")
+
+
+def _apart(numbers: list[float]) -> list[float]:
+    """Those that leave room for each other on a logarithmic axis."""
+    least, shown = (numbers[-1] / numbers[0]) ** (1 / TICKS), numbers[:1]
+    for x in numbers[1:]:
+        if x >= 0.999 * least * shown[-1]:
+            shown.append(x)
+    return shown
 
 
 def _curve_chart(section: Section, styles: dict[str, Style]) -> dict[str, Any] | None:
