@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 import mgtta
-from mgtta import bench, experiments
-from mgtta.bench import Lab, Watch, run_cells, run_experiment
+from mgtta import bench, experiments, lab
+from mgtta.bench import run_cells, run_experiment
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
 from mgtta.data.datasets import open_dataset
 from mgtta.data.glyphs import CLASSES, Glyphs
@@ -30,6 +30,7 @@ from mgtta.experiments import (
     tuned,
     variant,
 )
+from mgtta.lab import Lab, Watch
 from mgtta.profile import PARTS
 from mgtta.progress import Bars
 from mgtta.recipes import RECIPES
@@ -353,13 +354,13 @@ def test_a_swept_experiment_says_what_it_chose_from(tmp_path, monkeypatch):
 
 
 def test_a_generator_is_trained_once_even_when_several_ask(tmp_path, monkeypatch):
-    train, trained = bench.meta_train, []
+    train, trained = lab.meta_train, []
 
     def counting(*args, **kwargs):
         trained.append(kwargs)
         return train(*args, **kwargs)
 
-    monkeypatch.setattr(bench, "meta_train", counting)
+    monkeypatch.setattr(lab, "meta_train", counting)
     labs = [Lab(SMALL, tmp_path) for _ in range(2)]
     paths = []
     threads = [threading.Thread(target=lambda lab=lab: paths.append(lab.trained(TINY))) for lab in labs]
@@ -390,7 +391,7 @@ def test_a_generator_in_training_is_judged_by_labels_that_are_the_models(tmp_pat
 
 
 def test_generator_train_trains_mgttas_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "Training", lambda: TINY)
+    monkeypatch.setattr(lab, "Training", lambda: TINY)
     setup = dataclasses.replace(SMALL, generator="train")
     cells = [dataclasses.replace(FEW[0], method=m) for m in ("mgtta", "tent")]
     mine, tent = run_cells(cells, setup, Store(tmp_path))
@@ -468,7 +469,7 @@ def test_variants_are_scored_in_their_own_classes(tmp_path):
 
 
 def test_missing_or_unfit_data_is_named(tmp_path, tree, monkeypatch):
-    monkeypatch.setattr(bench, "IMAGES", 8)
+    monkeypatch.setattr(lab, "IMAGES", 8)
     cell = dataclasses.replace(FEW[1], split="validation")
     with pytest.raises(ValueError, match="--validation"):
         Lab(Setup(data=str(tree)), tmp_path).run(cell)

@@ -321,7 +321,7 @@ def test_bench_stopped_by_ctrl_c_says_how_to_go_on(run, tmp_path, monkeypatch):
     def stop(lab, cell):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mgtta.bench.Lab.run", stop)
+    monkeypatch.setattr("mgtta.lab.Lab.run", stop)
     code, out, err = run("bench", "corruptions", "--images", 2, "--out", tmp_path, "--device", "cpu")
     assert code == 130
     assert "0 finished cells" in err
@@ -368,7 +368,7 @@ def test_demo_prints_a_table_and_writes_the_report(demo, tmp_path):
 
 
 def test_a_second_demo_runs_again_in_a_folder_of_its_own(demo, tmp_path, monkeypatch):
-    from mgtta.bench import Lab
+    from mgtta.lab import Lab
 
     demo("--methods", "noadapt")
     first = (tmp_path / "demo" / "records.jsonl").read_text()

@@ -8,10 +8,11 @@ from functools import partial
 import pytest
 from test_bench import FEW, SMALL, without_timing
 
-from mgtta.bench import Watch, run_cells
+from mgtta.bench import run_cells
 from mgtta.cli import _bare_ray
 from mgtta.cluster import connected, spread_on_ray
 from mgtta.experiments import Cell
+from mgtta.lab import Watch
 from mgtta.store import Store
 from mgtta.workers import WorkerError
 

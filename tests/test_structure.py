@@ -16,7 +16,7 @@ ORDER = [
     "data.streams", "data.export",
     "augment", "params", "taps", "models", "losses", "schedule", "source", "fisher", "generator", "checkpoint",
     "optim.mgg", "optim", "gelu", "kernels", "lowered", "vit", "fast", "methods.base", "methods", "watch", "guard",
-    "recipes", "metrics", "evaluation", "meta", "store", "workers", "cluster", "experiments", "inputs", "bench",
+    "recipes", "metrics", "evaluation", "meta", "store", "workers", "cluster", "experiments", "inputs", "lab", "bench",
     "progress",
     "report.summary", "report.paired", "report.words", "report.published", "report.tables", "report.charts",
     "report.examples", "report.page", "report.write", "report", "predictions", "running",

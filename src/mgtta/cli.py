@@ -267,9 +267,10 @@ def bench(
 ) -> None:
     """Run an experiment of the paper; records go to a folder, a table to the screen."""
     from mgtta import experiments
-    from mgtta.bench import IMAGES, Watch, by_experiment, run_experiment, time_table
+    from mgtta.bench import by_experiment, run_experiment, time_table
     from mgtta.data.held import STAND_INS
     from mgtta.distributed import ranks_of
+    from mgtta.lab import IMAGES, Watch
     from mgtta.progress import Bars, Lines
     from mgtta.report import markdown
     from mgtta.store import Store

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from mgtta.bench import Watch, run_cells
+from mgtta.bench import run_cells
 from mgtta.experiments import Options, Setup, experiment_cells
+from mgtta.lab import Watch
 from mgtta.report import sections
 from mgtta.report.summary import MEAN, best
 from mgtta.store import Store

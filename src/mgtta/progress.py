@@ -8,9 +8,9 @@ from typing import Any
 from rich.progress import TaskID, TextColumn
 
 from mgtta.bars import progress_bar
-from mgtta.bench import Watch
 from mgtta.evaluation import Record
 from mgtta.experiments import Cell
+from mgtta.lab import Watch
 
 
 class Bars(Watch):
