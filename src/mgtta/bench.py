@@ -27,9 +27,9 @@ from mgtta.experiments import (
     tuned,
 )
 from mgtta.inputs import check_unchanged
-from mgtta.lab import HELD_BYTES, Lab, Watch, asked, known_source, training_of
+from mgtta.lab import HELD_BYTES, Lab, Watch, asked, generator_of, known_source, training_of
 from mgtta.profile import PARTS
-from mgtta.recipes import needs_source, recipe_settings
+from mgtta.recipes import needs_source
 from mgtta.source import load_source
 from mgtta.store import Store
 from mgtta.workers import spread
@@ -165,10 +165,8 @@ def _check_needs(cells: Sequence[Cell], setup: Setup) -> None:
     source = known_source(setup)
     if source is not None:
         load_source(source)
-    for method in dict.fromkeys(cell.method for cell in cells if training_of(cell, setup) is None):
-        known = recipe_settings(method)
-        if "generator" in known and "optimizer" not in known:
-            load_generator(setup.generator if known["generator"] == Setup.generator else known["generator"])
+    for generator in filter(None, dict.fromkeys(generator_of(cell, setup) for cell in cells)):
+        load_generator(generator)
     for cell in cells if setup.data is not None and setup.validation is None else ():
         sourced = needs_source(cell.method) and source is None
         if cell.split == "validation" or training_of(cell, setup) is not None or sourced:

@@ -249,12 +249,8 @@ class Lab:
 
     def _described(self, cell: Cell, record: Record, precision: str) -> dict[str, Any]:
         model, training, known = self.model(), training_of(cell, self.setup), recipe_settings(cell.method)
-        uses_generator = "generator" in known and (training is not None or "optimizer" not in known)
-        own = known.get("generator") == Setup.generator
         on_the_fly = not isinstance(self.images(cell.split, cell.data), str)
         ours = f"mgtta, on the fly; frost: {frost_source()}" if on_the_fly else "as published"
-        named = self.setup.generator if own else known.get("generator")
-        generator = str(training) if training else named
         protocol = {
             "model": model.name,
             "checkpoint": self.setup.checkpoint,
@@ -269,7 +265,7 @@ class Lab:
             "reset": cell.reset,
             "seed": cell.seed,
             "source images": self.source.images if needs_source(cell.method) else None,
-            "generator": generator if uses_generator else None,
+            "generator": str(training) if training and "generator" in known else generator_of(cell, self.setup),
             "mirror": self._mirrors if "mirror" in known else None,
             "hidden_size": training.hidden_size if training else None,
             "training_images": training.images if training else None,
@@ -296,6 +292,14 @@ def training_of(cell: Cell, setup: Setup) -> Training | None:
     known = recipe_settings(cell.method)
     own = known.get("generator") == Setup.generator and "optimizer" not in known
     return cell.training or (Training() if own and setup.generator == TRAIN else None)
+
+
+def generator_of(cell: Cell, setup: Setup) -> str | None:
+    """The name or the file of the cell's generator; None where it needs none, or one that is trained."""
+    known = recipe_settings(cell.method)
+    if "generator" not in known or "optimizer" in known or training_of(cell, setup) is not None:
+        return None
+    return setup.generator if known["generator"] == Setup.generator else known["generator"]
 
 
 def asked(cell: Cell) -> dict[str, Any]:

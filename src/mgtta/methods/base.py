@@ -162,14 +162,15 @@ class Method(nn.Module):
         self._skipped = value
 
     @property
-    @in_turn
     def schedule(self) -> Schedule | None:
-        if self._schedule is not None:
-            self._schedule.settle()
+        self._settle()
         return self._schedule
 
+    @in_turn
     def _settle(self) -> None:
-        """Count what the fast path has done since it was last asked."""
+        """Take in what a GPU has done since it was last asked: the fast path's counts, and what a schedule goes by."""
+        if self._schedule is not None:
+            self._schedule.settle()
         if self.fast is not None:
             made, left_out = self.fast.settle(self._updates)
             self._updates += made
@@ -193,7 +194,6 @@ class Method(nn.Module):
             if schedule is not None and about is not None:
                 schedule.note(about, learns, len(x))
                 if learns and self.updates > before:
-                    schedule.settle()
                     schedule.average(list(self.adapted.values()), last=self.spent)
         if logits.is_cuda and self.max_seconds is not None:
             torch.cuda.synchronize(logits.device)
@@ -341,7 +341,6 @@ class Method(nn.Module):
 
     def __getstate__(self) -> Any:
         self._settle()
-        _ = self.schedule  # with all that it is still to hear
         return super().__getstate__()
 
     def _own_buffers(self) -> dict[str, Tensor]:
