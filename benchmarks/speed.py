@@ -264,6 +264,7 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
         who += [method_of(label, name, model, x, "tf32") for label, name in (names[0], names[2])]
     if fast:
         who += [method_of(label, name, model, x, fast) for label, name in names]
+        who.append(method_of("MGTTA", "mgtta", model, x, "fp8"))
         who.append(method_of("MGTTA, low memory", "mgtta", model, x, fast, low_memory=True))
         who.append(method_of("MGTTA, budget spent", "mgtta", model, x, fast, max_updates=0))
         who.append(method_of("MGTTA, schedule at rest", "mgtta", model, x, fast, schedule="auto"))
@@ -378,6 +379,7 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
     for precision in ("fp32", "bf16"):
         run("NoAdapt", "noadapt", "domain", precision=precision)
         run("MGTTA", "mgtta", "domain", args.lr, precision=precision)
+    run("MGTTA", "mgtta", "domain", args.lr, precision="fp8")
     run("NoAdapt", "noadapt", "never", precision="bf16")
     for lr in args.lr_always:
         run("MGTTA", "mgtta", "never", lr, precision="bf16")

@@ -28,6 +28,7 @@ def page(result: dict[str, Any]) -> str:
 def step_page(part: dict[str, Any]) -> str:
     rows, batch, gpu = part["rows"], part["batch"], part["gpu"]
     plain = {row["precision"]: row["seconds"] for row in rows if row["name"] == "NoAdapt"}
+    plain["fp8"] = plain.get("bf16")  # the same forward pass
     lines = []
     for row in rows:
         alone, base = row["name"].startswith(ALONE), plain.get(row["precision"])
@@ -59,6 +60,11 @@ def _bars(part: dict[str, Any]) -> str:
         f"MGTTA in {precision}: {absolute if part['gpu'] else ''}{ratios}.",
         f"The optimizer takes {100 * generator / whole:.1f} % of the step.",
     ]
+    if small := found.get(("MGTTA", "fp8")):
+        lines.append(
+            f"With gradients in 8 bits (fp8) {1e3 * small['seconds']:.2f} ms, {small['seconds'] / plain:.2f} times "
+            "NoAdapt."
+        )
     if spent := found.get(("MGTTA, budget spent", precision)):
         limited = (50 * whole + (BATCHES - 50) * spent["seconds"]) / (BATCHES * plain)
         lines.append(
@@ -141,15 +147,19 @@ def plot(part: dict[str, Any], path: Path) -> None:
     cases, batch = part["rows"], part["rows"][0]["batch"]
     by_model = cases[:4]
     by_batch = sorted([by_model[2], *cases[4:]], key=lambda case: case["batch"])
-    figure, axes = pyplot.subplots(1, 3, figsize=(11, 3.2))
+    figure, axes = pyplot.subplots(1, 4, figsize=(14, 3.2))
     for i, label in ((0, "NoAdapt"), (1, "MGTTA")):
         for axis, x, some in ((axes[0], "batch", by_batch), (axes[1], "n", by_model)):
             axis.plot([c[x] for c in some], [1e3 * c["rows"][i]["seconds"] for c in some], "o-", label=label)
+        if part["gpu"]:
+            axes[3].plot([c["n"] for c in by_model], [c["rows"][i]["peak"] / 1e6 for c in by_model], "o-", label=label)
     share = [100 * c["rows"][2]["seconds"] / c["rows"][1]["seconds"] for c in by_model]
     axes[2].plot([c["n"] for c in by_model], share, "o-", color="black")
     axes[0].set(xscale="log", yscale="log", xlabel="batch size", ylabel="ms a batch", title=by_model[2]["model"])
     axes[1].set(xscale="log", yscale="log", xlabel="n, adapted parameters", ylabel="ms a batch", title=f"batch {batch}")
     axes[2].set(xscale="log", xlabel="n, adapted parameters", ylabel="%", title="the generator's share", ylim=(0, None))
+    axes[3].set(xscale="log", yscale="log", xlabel="n, adapted parameters", ylabel="peak MB", title=f"batch {batch}")
+    axes[3].set_visible(part["gpu"])
     axes[0].legend(frameon=False)
     figure.tight_layout()
     with atomic(path) as temporary:

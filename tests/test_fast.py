@@ -58,12 +58,29 @@ def test_close_to_float32(name, net, low_memory):
     assert quick.fingerprint == exact.fingerprint  # states and statistics are the source model's
 
 
-@pytest.mark.parametrize("name", ["glyphs_vit", "glyphs_plain"])
-def test_on_characters_it_predicts_what_float32_does(name):
+@pytest.mark.parametrize("low_memory", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_in_8_bits(name, low_memory):
+    method, rounded = (make(name, precision=p, low_memory=low_memory) for p in ("bf16", "fp8"))
+    assert rounded.precision == copy.deepcopy(rounded).precision == "fp8"
+    x, *more = batches()
+    assert torch.equal(rounded(x), method(x))  # the way there is the same
+    for x in more:
+        found, expected = rounded(x), method(x)
+        assert (found - expected).norm() < 0.03 * expected.norm()
+    a, b = (torch.cat([p.flatten() for p in m.state_dict()["params"].values()] or [torch.ones(1)])
+            for m in (rounded, method))  # fmt: skip
+    assert torch.equal(a, b) == (name == "noadapt")
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [("glyphs_vit", "bf16"), ("glyphs_plain", "bf16"), ("glyphs_plain", "fp8")]
+)
+def test_on_characters_it_predicts_what_float32_does(name, precision):
     model, source = mgtta.load_model(name), mgtta.load_source(name)
     found = []
-    for precision in ("fp32", "bf16"):
-        method = mgtta.create("mgtta", model, source=source, lr=5e-3, precision=precision)
+    for kind in ("fp32", precision):
+        method = mgtta.create("mgtta", model, source=source, lr=5e-3, precision=kind)
         found.append([method(b.x) for b in stream(corrupted(Glyphs(96), ["fog"]), batch_size=32)])
     agree = torch.cat([a.argmax(1) == b.argmax(1) for a, b in zip(*found, strict=True)])
     assert agree.float().mean() > 0.95
@@ -81,9 +98,13 @@ def test_who_may_take_it(model, source):
     for name, message in (("sar", "values of the batch"), ("cotta", "values"), ("lame", "values")):
         with pytest.raises(ValueError, match=message):
             mgtta.create(name, model, precision="bf16")
+    narrow = timm.models.VisionTransformer(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2)
+    for other in (mgtta.load_model("glyphs_vit"), mgtta.load_model(narrow)):
+        with pytest.raises(ValueError, match="precision='fp8' is not for tent: that is for a plain ViT"):
+            mgtta.create("tent", other, precision="fp8")
     with pytest.raises(ValueError, match="not float32"):
         mgtta.create("tent", copy.deepcopy(model).double(), precision="bf16")
-    with pytest.raises(ValueError, match=r"unknown precision 'fp16'; valid: auto, bf16, fp32"):
+    with pytest.raises(ValueError, match=r"unknown precision 'fp16'; valid: auto, bf16, fp32, fp8"):
         mgtta.create("tent", model, precision="fp16")
     with pytest.raises(ValueError, match="low_memory belongs to the fast path"):
         mgtta.create("tent", model, low_memory=True)
@@ -127,6 +148,21 @@ def test_states_go_from_one_precision_to_the_other(name):
     assert exact.updates == quick.updates == 4
     states = [m.optimizer.state_dict()["state"].get(0, {}) for m in (exact, quick)]
     assert states[0].keys() == states[1].keys()
+
+
+@pytest.mark.parametrize("name", ["tent", "mgtta"])
+def test_nothing_waits_for_the_device_but_what_must(name, monkeypatch):
+    waits = []
+    settle = fast.Fast.settle
+    monkeypatch.setattr(fast.Fast, "settle", lambda self, updates: waits.append(1) or settle(self, updates))
+    method, (first, *more) = make(name), batches()
+    method(first)
+    waits.clear()  # of the start, which a reset comes back to
+    for x in more:
+        method(x)
+    assert not waits
+    assert method.updates == 4
+    assert len(waits) == 1
 
 
 @pytest.mark.parametrize("name", ["tent", "mgtta"])
@@ -249,7 +285,9 @@ def test_a_plain_vit_is_the_same_block_by_block():
     to = torch.Tensor.to
     with pytest.MonkeyPatch.context() as patch:  # the one place where it rounds
         patch.setattr(torch.Tensor, "to", lambda t, d, *a, **k: t if d is torch.bfloat16 else to(t, d, *a, **k))
+        rounding, exactly = plain.mlp, lambda h, first, second, *_: second(torch.nn.functional.gelu(first(h)))
         for recompute, keep in ((True, None), (False, None), (False, torch.float8_e4m3fn), (True, torch.float32)):
+            patch.setattr(plain, "mlp", exactly if keep is None else rounding)
             found = plain.ViT(model, recompute)
             found.keep = keep
             logits, features = found(x, lambda function: function)
@@ -280,14 +318,15 @@ def test_which_networks_go_block_by_block():
 
 @pytest.mark.filterwarnings("ignore")  # torch's, about itself
 @pytest.mark.parametrize("low_memory", [False, True])
-def test_it_compiles_in_one_piece_each(low_memory):
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_it_compiles_in_one_piece_each(low_memory, precision):
     """By torch's tracer, without a compiler, which would take long: no graph breaks."""
     compiled = {}
 
     def how(function):
         return compiled.setdefault(function, torch.compile(function, dynamic=False, backend="eager", fullgraph=True))
 
-    method, x = make("mgtta", low_memory=low_memory), images(8)
+    method, x = make("mgtta", precision=precision, low_memory=low_memory), images(8)
     twin = copy.deepcopy(method)
     expected = [method(x) for _ in range(2)]
     twin.fast._lay_out(twin, x)
@@ -326,9 +365,9 @@ class TestOnTheGPU:
     pytestmark = gpu
 
     @pytest.mark.parametrize("low_memory", [False, True])
-    @pytest.mark.parametrize("name", NAMES)
-    def test_captured_steps_are_the_uncaptured_ones(self, name, low_memory, monkeypatch):
-        method, twin = (on_gpu(name, low_memory=low_memory) for _ in range(2))
+    @pytest.mark.parametrize(("name", "precision"), [*((name, "bf16") for name in NAMES), ("mgtta", "fp8")])
+    def test_captured_steps_are_the_uncaptured_ones(self, name, precision, low_memory, monkeypatch):
+        method, twin = (on_gpu(name, precision=precision, low_memory=low_memory) for _ in range(2))
         xs = batches(6)
         monkeypatch.setattr(fast, "PATIENCE", 10**6)
         expected = [twin(x) for x in xs]

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
-from mgtta import gelu
+from mgtta import mlp
 from mgtta.kernels import norm_backward, plain_norm_backward, qkv_backward
 
 
@@ -48,28 +49,55 @@ def test_gelu_and_its_slope():
     expected = torch.nn.functional.gelu(x)
     [slope] = torch.autograd.grad(expected.sum(), x)
     z = x.detach().float()
-    y, kept = gelu.plain_gelu_and_slope(z)
+    y, kept = mlp.plain_gelu_and_slope(z)
     torch.testing.assert_close(y.double(), expected, atol=2e-6, rtol=1e-6)
-    assert (kept.double() / gelu.STEPS + gelu.LOWEST - slope).abs().max() < 0.003
+    assert (kept.double() / mlp.STEPS + mlp.LOWEST - slope).abs().max() < 0.003
 
 
-def test_a_layer_with_gelu_behind_it():
-    random = torch.Generator().manual_seed(0)
-    h, weight, bias, grad = (torch.randn(*s, generator=random) for s in ((2, 5, 8), (24, 8), (24,), (2, 5, 24)))
+def frozen_mlp(d=16, hidden=48, bias=True):
+    torch.manual_seed(0)
+    layers = nn.Linear(d, hidden, bias=bias), nn.Linear(hidden, d, bias=bias)
+    return [layer.requires_grad_(False) for layer in layers]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("rounded", "tolerance"), [(False, 0.005), (True, 0.1)])
+def test_an_mlp_there_and_back(bias, rounded, tolerance):
+    first, second = frozen_mlp(bias=bias)
+    weights = mlp.small(first.weight, second.weight) if rounded else None
+    random = torch.Generator().manual_seed(1)
+    h, grad = (torch.randn(2, 5, 16, generator=random) for _ in range(2))
+    grad *= torch.logspace(-20, 3, 5)[:, None]  # tokens differ by orders of magnitude
     h.requires_grad_()
-    for b in (bias, None):
-        expected, found = (
-            torch.nn.functional.gelu(h @ weight.T + (0 if b is None else b)),
-            gelu.gelu_linear(h, weight, b),
-        )
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-        (a,), (e,) = (torch.autograd.grad(y, h, grad) for y in (found, expected))
-        assert (a - e).norm() < 0.005 * e.norm()
-        with torch.no_grad():
-            assert torch.equal(gelu.gelu_linear(h, weight, b), found)
+    expected, found = second(nn.functional.gelu(first(h))), mlp.mlp(h, first, second, weights)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(mlp.mlp(h, first, second, weights), found)
+    unseen = mlp.mlp(h, first, second, weights, unseen=True)
+    assert unseen.shape == found.shape
+    assert not unseen.any()
+    a, same, e = (torch.autograd.grad(y, h, grad)[0] for y in (found, unseen, expected))
+    assert torch.equal(a, same)
+    assert ((a - e).norm(dim=-1) < tolerance * e.norm(dim=-1)).all()  # each token's
+
+
+def test_8_bits_hold_any_gradient():
+    """The scale of a row is known before the row: no value is beyond it, and nothing becomes something."""
+    first, second = frozen_mlp()
+    weights = mlp.small(first.weight, second.weight)
+    steepest = torch.full((1, 16, 48), 255, dtype=torch.uint8)
+    along = second.weight.T[second.weight.norm(dim=0).argmax()] * 1e6  # what meets the largest column fully
+    grads = torch.stack([along, torch.zeros(16), torch.full((16,), 1e-38), *1e30 * torch.eye(16)[:13]])[None]
+    assert mlp.small_backward(grads, steepest, weights).isfinite().all()
+    assert not mlp.small_backward(grads, steepest, weights)[0, 1].any()
+    assert mlp.small_backward(grads * float("nan"), steepest, weights).isnan().all()
+
+
+def test_gelus_kernel_says_what_it_gives():
+    first, _ = frozen_mlp()
     for sloped in (True, False):
-        given = (h.detach(), weight, bias, sloped)
-        torch.library.opcheck(gelu.gelu_and_slope, given, test_utils=("test_schema", "test_faketensor"))
+        given = (torch.randn(2, 5, 16), first.weight, first.bias, sloped)
+        torch.library.opcheck(mlp.gelu_and_slope, given, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.gpu
@@ -79,9 +107,9 @@ def test_gelus_kernel_is_its_plain_twin(shape):
     random = torch.Generator("cuda").manual_seed(0)
     h = 3 * torch.randn(*shape, generator=random, device="cuda", dtype=torch.bfloat16)
     weight = torch.eye(shape[-1], device="cuda", dtype=torch.bfloat16)
-    (y, slope), (expected, kept) = gelu.gelu_and_slope(h, weight, None, True), gelu.plain_gelu_and_slope(h)
+    (y, slope), (expected, kept) = mlp.gelu_and_slope(h, weight, None, True), mlp.plain_gelu_and_slope(h)
     torch.testing.assert_close(y, expected)
-    assert torch.equal(gelu.gelu_and_slope(h, weight, None, False)[0], y)
+    assert torch.equal(mlp.gelu_and_slope(h, weight, None, False)[0], y)
     assert (slope.int() - kept.int()).abs().max() <= 1
 
 
@@ -96,3 +124,16 @@ def test_the_kernel_is_its_plain_twin(shape, kept):
         for a, b in zip(found, expected, strict=True):
             assert a.dtype == b.dtype
             torch.testing.assert_close(a.float(), b.float(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_products_of_8_bits_are_their_plain_twins():
+    first, second = (layer.bfloat16() for layer in frozen_mlp(192, 768))
+    random = torch.Generator().manual_seed(1)
+    grad = torch.randn(3, 197, 192, generator=random).bfloat16()
+    slope = torch.randint(256, (3, 197, 768), generator=random, dtype=torch.uint8)
+    expected = mlp.small_backward(grad, slope, mlp.small(first.weight, second.weight))
+    there = mlp.small(first.weight.cuda(), second.weight.cuda())
+    found = mlp.small_backward(grad.cuda(), slope.cuda(), there).cpu()
+    assert (found.float() - expected.float()).norm() < 0.02 * expected.float().norm()

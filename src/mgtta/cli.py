@@ -30,7 +30,7 @@ Clean = Annotated[Path | None, typer.Option(help="Clean images to take the stati
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default the GPU if there is one.")]
 Size = Annotated[int | None, typer.Option(help="Side of the images; by default the model's own.")]
 Timeout = Annotated[float, typer.Option(help="Under torchrun: seconds to wait for another rank.")]
-Precision = Annotated[str, typer.Option(help="fp32: exact; bf16: the fast path; auto: that one for a ViT on a GPU.")]
+Precision = Annotated[str, typer.Option(help="fp32: exact; bf16, fp8: the fast path; auto: bf16 for a ViT on a GPU.")]
 Skip = Annotated[bool, typer.Option("--skip-unreadable", help="Skip and count unreadable images.")]
 
 

@@ -9,6 +9,8 @@ backward, update, or none where something is not finite) is captured as a CUDA g
 replayed. Compiling takes half a minute, and saves some milliseconds a batch: so a shape is run as it is until it has
 come `PATIENCE` times, or `warm_up` asks for it. Reset and load copy into the tensors that a graph holds, so that it
 stays.
+
+With "fp8" gradients pass the MLPs of a plain ViT in 8 bits: see mgtta.mlp. The way there is the same.
 """
 
 import warnings
@@ -36,17 +38,17 @@ ATTENTION = [  # the first that can
 
 
 def takes(method: Any, precision: str) -> bool:
-    """Whether the method, as it stands, is to take the fast path: with "bf16" it must, with "auto" it may."""
-    reason = why_not(method)
-    if precision == "bf16":
+    """Whether the method, as it stands, is to take the fast path: with "auto" it may, with "bf16" or "fp8" it must."""
+    reason = why_not(method, precision)
+    if precision != "auto":
         if reason is not None:
-            raise ValueError(f"precision='bf16' is not for {method.name}: {reason}; take precision='fp32'")
+            raise ValueError(f"precision={precision!r} is not for {method.name}: {reason}; take precision='fp32'")
         return True
     known = reason is None and method.max_seconds is None and ViT.fits(method.model)
     return known and next(method.model.parameters()).is_cuda and torch.cuda.is_bf16_supported()
 
 
-def why_not(method: Any) -> str | None:
+def why_not(method: Any, precision: str) -> str | None:
     """What keeps a method from the fast path; None where nothing does."""
     if not vars(type(method)).get("static_step"):
         return "what it does hangs on values of the batch, not on its shape alone"
@@ -54,6 +56,8 @@ def why_not(method: Any) -> str | None:
         return f"its optimizer is {type(method.optimizer).__name__}"
     if next(method.model.parameters()).dtype != torch.float32:
         return "its model is not float32"
+    if precision == "fp8" and not ViT.fits_eighths(method.model):
+        return "that is for a plain ViT of timm's, of widths that 16 divides, on a GPU with 8-bit floats"
     return "ranks share its batches" if method.ranks.size > 1 else None
 
 
@@ -61,11 +65,12 @@ class Fast:
     """How a method takes its steps. It holds nothing that belongs to the method's state; a copy begins afresh.
 
     Args:
+        precision: "bf16" or "fp8".
         low_memory: keep few activations, and compute the others again on the way back.
     """
 
-    def __init__(self, low_memory: bool = False):
-        self.low_memory, self.compiles = low_memory, True
+    def __init__(self, precision: str = "bf16", low_memory: bool = False):
+        self.precision, self.low_memory, self.compiles = precision, low_memory, True
         self.forget()
 
     def forget(self) -> None:
@@ -79,10 +84,10 @@ class Fast:
         self.pending, self.known = False, -1  # the updates that `flat` knows of
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Fast":
-        return memo.setdefault(id(self), Fast(self.low_memory))
+        return memo.setdefault(id(self), Fast(self.precision, self.low_memory))
 
-    def __reduce__(self) -> tuple[type["Fast"], tuple[bool]]:
-        return Fast, (self.low_memory,)
+    def __reduce__(self) -> tuple[type["Fast"], tuple[str, bool]]:
+        return Fast, (self.precision, self.low_memory)
 
     @property
     def graph_bytes(self) -> int:
@@ -145,7 +150,11 @@ class Fast:
 
     def _net(self, method: Any) -> "ViT | Hooked":
         if self.network is None:
-            self.network = (ViT if ViT.fits(method.model) else Hooked)(method.model, self.low_memory)
+            if ViT.fits(method.model):
+                learns = method.optimizer is not None
+                self.network = ViT(method.model, self.low_memory, eighths=learns and self.precision == "fp8")
+            else:
+                self.network = Hooked(method.model, self.low_memory)
         return self.network
 
     def _adapt(self, method: Any, x: Tensor, how: Callable[..., Any]) -> tuple[Tensor, Tensor | None]:
@@ -160,7 +169,7 @@ class Fast:
         return logits, self._about(method, logits, features, how)
 
     def _about(self, method: Any, logits: Tensor, features: list[Tensor], how: Callable[..., Any]) -> Tensor | None:
-        return None if method.schedule is None else how(summary)(logits, features)
+        return None if method._schedule is None else how(summary)(logits, features)
 
     def _run(self, run: Callable[..., Any], method: Any, x: Tensor, now: bool) -> tuple[Tensor, Tensor | None]:
         key, device = (run.__name__, x.shape, x.dtype), self._device(method)

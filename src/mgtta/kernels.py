@@ -49,13 +49,11 @@ def norm_backward(
         grad: of y, (N, L, d), in which `through` and the gradient of x are, too.
         z: (N, L, d), in any dtype; scale: (N, L, 1).
         through: what else reaches x, past the layer, (N, L, d).
-        tap: what else reaches the y of the first token, (N, d), float32; None: nothing.
+        tap: what else reaches the y of the first token, (N, d), float32, its rows one piece; None: nothing.
     """
     if grad.is_cuda and triton is not None:
-        tap = None if tap is None else tap.contiguous()
         dx, sums = _in_one_pass(grad.contiguous(), z, scale, weight, through.contiguous(), tap)
-        dw, db = sums.sum(0)
-        return dx, dw, db
+        return dx, *sums.unbind()
     return plain_norm_backward(grad, z, scale, weight, through, tap)
 
 
@@ -75,7 +73,7 @@ if triton is not None:
 
     @triton.jit
     def _kernel(
-        grad, z, scale, weight, through, tap, dx, sums, rows, length,
+        grad, z, scale, weight, through, tap, dx, sums, rows, length, stride,
         d: tl.constexpr, tapped: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         program = tl.program_id(0)
@@ -84,15 +82,16 @@ if triton is not None:
         w = tl.load(weight + columns, mask=inside, other=0.0)
         dw = tl.zeros((BLOCK,), dtype=tl.float32)
         db = tl.zeros((BLOCK,), dtype=tl.float32)
-        for row in range(program, rows, tl.num_programs(0)):
-            at = row * d + columns
+        wide = tl.full((), d, tl.int64)  # more rows than 32 bits can count in values
+        for row in tl.range(program, rows, tl.num_programs(0), num_stages=3):
+            at = row * wide + columns
             g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
             x = tl.load(z + at, mask=inside, other=0.0).to(tl.float32)
             r = tl.load(through + at, mask=inside, other=0.0).to(tl.float32)  # all is on its way before any sum
             s = tl.load(scale + row)
             if tapped:  # noqa: SIM102 - decided when the kernel is compiled
                 if row % length == 0:
-                    g += tl.load(tap + (row // length) * d + columns, mask=inside, other=0.0)
+                    g += tl.load(tap + (row // length) * stride + columns, mask=inside, other=0.0)
             dw += g * x
             db += g
             gw = g * w
@@ -101,15 +100,29 @@ if triton is not None:
         tl.store(sums + program * 2 * d + columns, dw, mask=inside)
         tl.store(sums + program * 2 * d + d + columns, db, mask=inside)
 
+    @triton.jit
+    def _sum(parts, total, count, size: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+        columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        found = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for first in range(0, count, ROWS):
+            rows = first + tl.arange(0, ROWS)[:, None]
+            found += tl.load(parts + rows * size + columns, mask=(rows < count) & (columns < size), other=0.0)
+        tl.store(total + columns, tl.sum(found, 0)[None, :], mask=columns < size)
+
     @torch.library.triton_op("mgtta::norm_backward", mutates_args={})
     def _in_one_pass(
         grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor, tap: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         n, length, d = grad.shape
         programs = min(PROGRAMS, n * length)
-        dx, sums = torch.empty_like(through), grad.new_empty((programs, 2, d), dtype=torch.float32)
+        dx, parts = torch.empty_like(through), grad.new_empty((programs, 2, d), dtype=torch.float32)
         torch.library.wrap_triton(_kernel)[(programs,)](
-            grad, z, scale, weight, through, scale if tap is None else tap, dx, sums, n * length, length,
+            grad, z, scale, weight, through, scale if tap is None else tap, dx, parts, n * length, length,
+            0 if tap is None else tap.stride(0),
             d=d, tapped=tap is not None, BLOCK=triton.next_power_of_2(d), num_warps=4,
         )  # fmt: skip
+        sums = grad.new_empty((2, d), dtype=torch.float32)
+        torch.library.wrap_triton(_sum)[(triton.cdiv(2 * d, 16),)](
+            parts, sums, programs, size=2 * d, ROWS=128, COLUMNS=16, num_warps=8
+        )
         return dx, sums

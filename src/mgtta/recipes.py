@@ -36,7 +36,7 @@ from mgtta.optim import optimizer_factory
 from mgtta.schedule import SCHEDULES, Schedule
 from mgtta.source import SourceStatistics, load_source
 
-PRECISIONS = ("auto", "fp32", "bf16")
+PRECISIONS = ("auto", "fp32", "bf16", "fp8")
 OF_ALL = ("max_updates", "max_seconds", "process_group", "guard", "precision", "low_memory", "schedule")  # methods
 Source = SourceStatistics | str | os.PathLike
 Generator = MetaGradientGenerator | str | os.PathLike
@@ -364,9 +364,9 @@ def create(
             method and calls it, batch by batch, with its share of the images, which may be none.
         guard: True, or mgtta.Guard(...): watch for collapse, see mgtta.guard.
         precision: "fp32", exact; "bf16", the fast path: frozen weights in bfloat16, all that adapts in float32, on a
-            GPU compiled and captured, see mgtta.fast; "auto", the default: the fast path for NoAdapt, TENT and Eq. 7
-            with any optimizer where a plain ViT in float32 is on a GPU that has bfloat16, and no ranks or seconds are
-            named.
+            GPU compiled and captured, see mgtta.fast; "fp8", the same with gradients that pass MLPs in 8 bits, for a
+            plain ViT; "auto", the default: "bf16" for NoAdapt, TENT and Eq. 7 with any optimizer where a plain ViT in
+            float32 is on a GPU that has bfloat16, and no ranks or seconds are named.
         low_memory: on the fast path, recompute activations where they would be kept: slower.
         schedule: "auto" learns at once after a shift and then ever more rarely, see mgtta.schedule.
     """
@@ -403,11 +403,11 @@ def create(
         method.join(ranks_of(process_group))
         chosen = repr((max_updates, max_seconds, sorted(settings.items())))  # of tensors, a few digits of some numbers
         method.ranks.agree("model, method and settings", [method.fingerprint, method.kind, chosen])
-    if precision == "bf16" or (precision == "auto" and next(method.model.parameters()).is_cuda):
+    if precision in ("bf16", "fp8") or (precision == "auto" and next(method.model.parameters()).is_cuda):
         from mgtta.fast import takes
 
         if takes(method, precision):
-            method.quicken(low_memory)
+            method.quicken("bf16" if precision == "auto" else precision, low_memory)
     if low_memory and method.fast is None:
         raise ValueError("low_memory belongs to the fast path: precision='bf16', with a method that has one")
     return method if guard is False else guarded(method, guard)

@@ -7,6 +7,7 @@ The same function as the module's own, written so that little is computed and le
   its slope, kept in 256 steps. Both are rounded for the gradient alone, by 3 % and 0.3 % of a typical value.
 - One block is compiled for all.
 - With little memory a block keeps its input alone. On the way back it is run again, but for the last product.
+- On request the way back through the MLPs is one of 8-bit floats: see mgtta.mlp.
 
 Shapes: N images, L tokens, d features, h hidden features of the MLP.
 """
@@ -19,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mgtta._timm import timm
-from mgtta.gelu import gelu_linear
 from mgtta.kernels import norm_backward, qkv_backward
 from mgtta.lowered import How
+from mgtta.mlp import Small, mlp, small
 from mgtta.models import Classifier
 
-SMALL: torch.dtype | None = torch.float8_e4m3fn  # how normalised inputs are kept; None: all is kept as torch does
+SMALL: torch.dtype | None = torch.float8_e4m3fn  # how normalised inputs are kept; None: as torch does
 
 
 class ViT:
@@ -32,14 +33,14 @@ class ViT:
 
     Args:
         recompute: keep a block's input alone, and compute the rest again on the way back.
+        eighths: multiply in 8 bits on the way back, where that pays.
     """
 
-    def __init__(self, model: Classifier, recompute: bool):
+    def __init__(self, model: Classifier, recompute: bool, eighths: bool = False):
         self.model, self.recompute = model, recompute
         self.net = cast(Any, model.net)
-        weight = self.net.head.weight
-        old = weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9)  # no 8-bit floats there
-        self.keep = None if old else SMALL
+        self.keep = SMALL if _has_float8(self.net.head.weight.device) else None
+        self.small = [small(b.mlp.fc1.weight, b.mlp.fc2.weight) if eighths else None for b in self.net.blocks[:-1]]
 
     @staticmethod
     def fits(model: Classifier) -> bool:
@@ -48,6 +49,12 @@ class ViT:
             return False
         plain = net.global_pool == "token" and net.num_prefix_tokens == 1 and getattr(net, "attn_pool", None) is None
         return plain and isinstance(net.head, nn.Linear) and _is_norm(net.norm) and all(map(_plain_block, net.blocks))
+
+    @staticmethod
+    def fits_eighths(model: Classifier) -> bool:
+        if not ViT.fits(model) or not _has_float8(next(model.parameters()).device):
+            return False
+        return all(size % 16 == 0 for block in cast(Any, model.net).blocks for size in block.mlp.fc1.weight.shape)
 
     def __call__(self, x: Tensor, how: How) -> tuple[Tensor, list[Tensor]]:
         """The logits, and the features of each layer: the class token after each block's first norm but the first's."""
@@ -58,18 +65,22 @@ class ViT:
         taps: list[Tensor] = []
         if self.recompute and torch.is_grad_enabled():
             x = how(_embed)(self.model, x)
-            for block in early:
-                x, tap = _Again.apply(x, how, block, self.keep, *_norms(block))
+            for block, weights in zip(early, self.small, strict=True):
+                x, tap = _Again.apply(x, how, block, self.keep, weights, *_norms(block))
                 taps.append(tap)
             h, x, tap = how(_norm)(last.norm1, x, self.keep)
             taps = [*taps[1:], tap] if early else []
         else:
             h, x = how(_begin)(self.model, early[0] if early else last, x, self.keep)
-            for block, following in pairwise(self.net.blocks):
-                h, x, tap = how(_block)(block, following, h, x, self.keep)
+            for (block, following), weights in zip(pairwise(self.net.blocks), self.small, strict=True):
+                h, x, tap = how(_block)(block, following, h, x, self.keep, weights)
                 taps.append(tap)
         logits, tap = how(_end)(self.net, last, h, x, self.model.classes, self.keep)
         return logits, [*taps, tap]
+
+
+def _has_float8(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _plain_embedding(net: Any) -> bool:
@@ -124,28 +135,32 @@ def _begin(model: Classifier, block: Any, x: Tensor, keep: torch.dtype | None) -
     return _norm(block.norm1, _embed(model, x), keep, tapped=False)[:2]
 
 
-def _block(block: Any, following: Any, h: Tensor, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
+def _block(
+    block: Any, following: Any, h: Tensor, x: Tensor, keep: torch.dtype | None, weights: Small | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """From a block's normed tokens and its tokens to the following one's, and to the latter's tap (N, d)."""
-    return _norm(following.norm1, _through(block, h, x, keep), keep)
+    return _norm(following.norm1, _through(block, h, x, keep, weights), keep)
 
 
-def _whole(block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """From a block's tokens to the following one's, and its own tap."""
+def _whole(
+    block: Any, x: Tensor, keep: torch.dtype | None, weights: Small | None, unseen: bool = False
+) -> tuple[Tensor, Tensor]:
+    """From a block's tokens to the following one's, and its own tap.
+
+    Args:
+        unseen: whether only their gradients matter: the tokens' values are not computed to the end.
+    """
     h, x, tap = _norm(block.norm1, x, keep)
-    return _through(block, h, x, keep), tap
+    return _through(block, h, x, keep, weights, unseen), tap
 
 
-def _for_the_way_back(block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """The same, for its gradients alone: the tokens' values are not computed to the end."""
-    h, x, tap = _norm(block.norm1, x, keep)
-    return _through(block, h, x, keep, last=_Unseen.apply), tap
-
-
-def _through(block: Any, h: Tensor, x: Tensor, keep: torch.dtype | None, last: Any = F.linear) -> Tensor:
+def _through(
+    block: Any, h: Tensor, x: Tensor, keep: torch.dtype | None, weights: Small | None, unseen: bool = False
+) -> Tensor:
     attn, (n, length, _) = block.attn, x.shape
     q, k, v = _QKV.apply(h, attn.qkv.weight, attn.qkv.bias, attn.num_heads)
     a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, length, -1)
-    return _mlp(block, x + block.ls1(attn.proj(a)), keep, last)
+    return _mlp(block, x + block.ls1(attn.proj(a)), keep, weights, unseen)
 
 
 def _end(
@@ -157,20 +172,26 @@ def _end(
     size = len(weight) // 3
     q = F.linear(h[:, :1], weight[:size], None if bias is None else bias[:size])
     kv = F.linear(h, weight[size:], None if bias is None else bias[size:])
-    q = q.view(n, 1, attn.num_heads, -1).transpose(1, 2)
-    k, v = kv.view(n, length, 2, attn.num_heads, -1).permute(2, 0, 3, 1, 4)
-    a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, 1, -1)
+    k, v = kv.view(n, length, 2, attn.num_heads, -1).unbind(2)
+    a = _attention_of_one(q.view(n, 1, attn.num_heads, -1), k, v).to(x.dtype).view(n, 1, -1)
     x = _mlp(block, x[:, :1] + block.ls1(attn.proj(a)), keep)
     h, _, tap = _norm(net.norm, x, keep)
     logits = net.head(h[:, 0]).float()
     return logits if classes is None else logits[:, classes], tap
 
 
-def _mlp(block: Any, x: Tensor, keep: torch.dtype | None, last: Any = F.linear) -> Tensor:
+def _attention_of_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of one query (N, 1, heads, size) over keys and values (N, L, heads, size), in float32.
+
+    Kernels for attention are made for many queries: here it is three passes over memory, and four on the way back.
+    """
+    weights = (q.float() * k.float()).sum(-1, keepdim=True).mul(q.shape[-1] ** -0.5).softmax(1)
+    return (weights * v.float()).sum(1)
+
+
+def _mlp(block: Any, x: Tensor, keep: torch.dtype | None, weights: Small | None = None, unseen: bool = False) -> Tensor:
     h, x, _ = _norm(block.norm2, x, keep, tapped=False)
-    first, second = block.mlp.fc1, block.mlp.fc2
-    h = F.gelu(first(h)) if keep is None else gelu_linear(h, first.weight, first.bias)
-    return x + block.ls2(last(h, second.weight, second.bias))
+    return x + block.ls2(mlp(h, block.mlp.fc1, block.mlp.fc2, weights, unseen))
 
 
 # --- what is kept for the way back
@@ -235,36 +256,24 @@ class _QKV(torch.autograd.Function):
         return qkv_backward(*grads, *ctx.saved_tensors), None, None, None
 
 
-class _Unseen(torch.autograd.Function):
-    """A frozen layer of whose output only the gradient matters: its values are zeros, in one place for all."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight)
-        return x.new_zeros(()).expand(*x.shape[:-1], len(weight))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        [weight] = ctx.saved_tensors
-        return grad @ weight, None, None
-
-
 class _Again(torch.autograd.Function):
     """A block that keeps its input alone; what it computes, and computes again on the way back, is compiled."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, how: How, block: Any, keep: torch.dtype | None, *_: Tensor) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, how: How, block: Any, keep: torch.dtype | None, weights: Small | None, *_: Tensor
+    ) -> Any:
         ctx.save_for_backward(x)
-        ctx.how, ctx.block, ctx.keep = how, block, keep
-        return how(_whole)(block, x, keep)
+        ctx.how, ctx.block, ctx.given = how, block, (keep, weights)
+        return how(_whole)(block, x, keep, weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, norms = ctx.saved_tensors[0].detach().requires_grad_(), _norms(ctx.block)
         with torch.enable_grad():
-            outputs = ctx.how(_for_the_way_back)(ctx.block, x, ctx.keep)
+            outputs = ctx.how(_whole)(ctx.block, x, *ctx.given, True)
         found = iter(torch.autograd.grad(outputs, [x, *(p for p in norms if p.requires_grad)], grads))
-        return next(found), None, None, None, *(next(found) if p.requires_grad else None for p in norms)
+        return next(found), None, None, None, None, *(next(found) if p.requires_grad else None for p in norms)
 
 
 def _norms(block: Any) -> list[Tensor]:

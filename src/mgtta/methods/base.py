@@ -129,17 +129,17 @@ class Method(nn.Module):
         self.model.takes_empty = True
         self.ranks = ranks
 
-    def quicken(self, low_memory: bool = False) -> None:
+    def quicken(self, precision: str = "bf16", low_memory: bool = False) -> None:
         """Take steps with the frozen weights in bfloat16 from now on: see mgtta.fast."""
         from mgtta.fast import Fast
         from mgtta.lowered import lower
 
         lower(self.model)
-        self.fast = Fast(low_memory)
+        self.fast = Fast(precision, low_memory)
 
     @property
     def precision(self) -> str:
-        return "fp32" if self.fast is None else "bf16"
+        return "fp32" if self.fast is None else self.fast.precision
 
     @property
     def updates(self) -> int:
@@ -187,7 +187,9 @@ class Method(nn.Module):
         with torch.inference_mode(False):
             if isinstance(x, Tensor) and x.is_inference():
                 x = x.clone()
-            schedule = self.schedule
+            schedule = self._schedule
+            if schedule is not None:
+                self._settle()  # what it goes by; without one nothing waits for a GPU
             learns, before = schedule is None or schedule.due, 0 if schedule is None else self.updates
             with torch.set_grad_enabled(learns):
                 logits, about = self._taken(x, learns)
@@ -206,7 +208,7 @@ class Method(nn.Module):
         if self.fast is not None:
             return self.fast.adapt(self, x) if learns else self.fast.predict(self, x)
         run = self.adapt if learns else self.predict
-        if self.schedule is None:
+        if self._schedule is None:
             return run(x).detach(), None
         with FirstPass(self.model.net, self.model._taps) as first:
             logits = run(x).detach()
@@ -329,7 +331,7 @@ class Method(nn.Module):
         """Where the parameters go, `to` a device or dtype, the optimizer's moments and memory go along."""
         if self.fast is not None:
             if fn(torch.empty(0)).dtype != torch.float32:
-                raise TypeError("precision='bf16' has its own dtypes: create(..., precision='fp32') takes others")
+                raise TypeError(f"precision={self.precision!r} has its own dtypes: take precision='fp32' for others")
             self._settle()
             self.fast.forget()
         super()._apply(fn, recurse)
