@@ -12,9 +12,10 @@ from threading import Thread
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageFile
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
+from mgtta.data import images
 from mgtta.data.datasets import imagenet_c, open_dataset, synsets
 from mgtta.data.images import ImageError, decode
 
@@ -25,9 +26,9 @@ def pixels(seed, h=SIZE, w=SIZE):
     return np.random.default_rng(seed).integers(0, 256, (h, w, 3), dtype=np.uint8)
 
 
-def encode(array, kind="PNG"):
+def encode(array, kind="PNG", mode="RGB", **options):
     buffer = io.BytesIO()
-    Image.fromarray(array).save(buffer, kind)
+    Image.fromarray(array).convert(mode).save(buffer, kind, **options)
     return buffer.getvalue()
 
 
@@ -94,6 +95,93 @@ def test_every_mode_becomes_rgb(mode):
     options = {"transparency": b"\0"} if mode == "P" else {}
     image.save(buffer, "JPEG" if mode == "CMYK" else "PNG", **options)
     assert decode(buffer.getvalue(), name="x", size=SIZE).shape == (3, SIZE, SIZE)
+
+
+def test_a_tensor_is_its_own_to_write(monkeypatch):
+    array = pixels(3, 1, 1)  # as contiguous in one order as in the other
+    before = array.copy()
+    monkeypatch.setattr(images, "_pixels", lambda *_: array)
+    decode(encode(array), name="x", size=1).add_(1)
+    assert np.array_equal(array, before)
+
+
+EXIF = Image.Exif()
+EXIF[0x0112] = 6  # on its side
+JPEG = encode(pixels(5, 40, 50), "JPEG")
+with_simplejpeg = pytest.mark.skipif(
+    images.simplejpeg is None, reason="simplejpeg is not installed: pip install 'mgtta[jpeg]'"
+)
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """What comes of an encoded image with simplejpeg, and that it is the same without."""
+    monkeypatch.setattr(images, "_crop", lambda image, *_: image)  # every pixel counts
+
+    def outcome(data):
+        try:
+            return decode(data, name="x")
+        except ImageError as error:
+            return str(error)
+
+    def both(data):
+        fast = outcome(data)
+        with monkeypatch.context() as without:
+            without.setattr(images, "simplejpeg", None)
+            plain = outcome(data)
+        assert fast == plain if isinstance(plain, str) else torch.equal(fast, plain)
+        return fast
+
+    return both
+
+
+@with_simplejpeg
+@pytest.mark.parametrize(
+    "data",
+    [
+        JPEG,
+        JPEG + b"garbage",
+        encode(pixels(5, 1, 1), "JPEG"),
+        *[encode(pixels(5, h, w), "JPEG", subsampling=s) for s in (0, 1, 2) for h, w in ((40, 50), (17, 33), (2, 1))],
+        encode(pixels(5), "JPEG", "L"),
+        encode(pixels(5), "JPEG", quality=95, keep_rgb=True),
+        encode(pixels(5, 17, 33), "JPEG", progressive=True),
+        encode(pixels(5), "JPEG", restart_marker_blocks=1),
+        encode(pixels(5, 40, 50), "JPEG", exif=EXIF),
+    ],
+)
+def test_simplejpeg_gives_the_pixels_of_pil(both, data, tmp_path, monkeypatch):
+    (tmp_path / "x.jpg").write_bytes(data)
+    image = both(data)
+    assert torch.equal(both(tmp_path / "x.jpg"), image)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", None)  # PIL has read the header alone
+    assert torch.equal(decode(data, name="x"), image)
+
+
+@with_simplejpeg
+@pytest.mark.parametrize("data", [encode(pixels(5), "JPEG", "CMYK"), encode(pixels(5), "JPEG", "L", subsampling=2)])
+def test_what_simplejpeg_does_not_read_is_left_to_pil(both, data):
+    assert both(data).shape == (3, SIZE, SIZE)
+
+
+@with_simplejpeg
+def test_damage_to_a_jpeg_is_judged_by_pil(both):
+    for cut in (len(JPEG) // 2, len(JPEG) - 2):
+        assert "truncated" in both(JPEG[:cut])
+    found = set()
+    for seed in range(100):
+        random = np.random.default_rng(seed)
+        data = bytearray(JPEG)
+        data[random.integers(2, len(data))] = random.integers(256)
+        found.add(type(both(bytes(data))))
+    assert found == {str, torch.Tensor}
+
+
+@with_simplejpeg
+@pytest.mark.parametrize(("h", "w"), [(40, 49), (41, 50), (50, 40)])
+def test_a_jpeg_of_another_size_than_was_checked_is_refused(h, w):
+    with pytest.raises(ValueError, match=r"size|small"):
+        images._jpeg(io.BytesIO(JPEG), h, w)
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,23 @@
 Shapes: (3, H, W), H = W = size.
 """
 
+import contextlib
 import io
 import math
 import os
 import warnings
+from typing import BinaryIO
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
+
+try:
+    import simplejpeg
+except (ImportError, ValueError):  # an extra, or built for another numpy: PIL gives the same pixels, later
+    simplejpeg = None
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "PPM")  # no other parser of PIL's is ever tried
 EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "ppm")
@@ -45,19 +52,35 @@ def decode(file: bytes | str | os.PathLike, *, name: str, size: int = 224, crop_
             length = len(file) if isinstance(file, bytes) else os.path.getsize(file)
             if length > MAX_BYTES:
                 raise ValueError(f"{length:,} bytes, more than {MAX_BYTES:,}")
-            with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=FORMATS) as opened:
+            with (
+                io.BytesIO(file) if isinstance(file, bytes) else open(file, "rb") as encoded,
+                Image.open(encoded, formats=FORMATS) as opened,
+            ):
                 if opened.width * opened.height > MAX_PIXELS:
                     raise ValueError(f"claims {opened.width} x {opened.height} pixels, more than {MAX_PIXELS:,}")
-                pixels = torch.from_numpy(np.array(_rgb(opened))).permute(2, 0, 1)
-                return _crop(pixels, size, crop_pct).contiguous()
+                pixels = torch.from_numpy(_pixels(opened, encoded)).permute(2, 0, 1)
+                return _crop(pixels, size, crop_pct).clone(memory_format=torch.contiguous_format)
     except Exception as error:  # PIL's decoders fail in many ways
         raise ImageError(f"cannot read image {name}: {_reason(error)}") from error
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def _pixels(image: Image.Image, encoded: BinaryIO) -> np.ndarray:
+    """(H, W, 3), which may be read-only."""
+    if simplejpeg is not None and image.format == "JPEG" and image.mode in ("RGB", "L"):
+        with contextlib.suppress(Exception):  # any doubt, a mere warning too: PIL judges
+            return _jpeg(encoded, image.height, image.width)
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
-    return image.convert("RGB")
+    return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
+
+
+def _jpeg(encoded: BinaryIO, h: int, w: int) -> np.ndarray:
+    """What PIL would give, bit for bit, or an error."""
+    encoded.seek(0)
+    pixels = np.empty((h, w, 3), np.uint8)  # the size that was checked: what turns out to be larger is refused
+    if simplejpeg.decode_jpeg(encoded.read(), buffer=pixels, strict=True).shape != pixels.shape:
+        raise ValueError("not the size that PIL has found")
+    return pixels
 
 
 def _crop(image: Tensor, size: int, crop_pct: float) -> Tensor:
