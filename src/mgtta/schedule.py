@@ -67,8 +67,8 @@ class Schedule:
         """Follow a batch of n images: what `summary` says of it, and whether it was learned from. From a GPU, that is
         read by `settle`, before the next batch: to wait for it here would leave the GPU idle."""
         if summary.is_cuda:
-            arrived = torch.cuda.Event()
-            self._coming = summary.to("cpu", non_blocking=True), arrived, learned, n
+            arrived, here = torch.cuda.Event(), torch.empty_like(summary, device="cpu", pin_memory=True)
+            self._coming = here.copy_(summary, non_blocking=True), arrived, learned, n
             arrived.record(torch.cuda.current_stream(summary.device))
         else:
             self._take(summary, learned, n)
@@ -82,7 +82,8 @@ class Schedule:
 
     def _take(self, summary: Tensor, learned: bool, n: int) -> None:
         means, unsure = summary[:-1], float(summary[-1])
-        distance = 0.0 if self.centre is None else n * float((means - self.centre).square().sum())
+        away = means if self.centre is None else means - self.centre
+        distance = 0.0 if self.centre is None else n * float(away @ away)
         if not (math.isfinite(unsure) and math.isfinite(distance)):
             return
         if self.seen > 1 and distance > SHIFT * (1 + FEW / self.seen) * self.spread:
@@ -92,7 +93,7 @@ class Schedule:
             if self.learned >= BURST:
                 self._rest()
         else:
-            self._follow(means, distance)
+            self._follow(away, distance)
             self.unsure, self.batches = self.unsure + unsure, self.batches + 1
             self.left -= 1
 
@@ -126,13 +127,13 @@ class Schedule:
             self.before = mean
         self.unsure, self.batches, self.left = 0.0, 0, self.rest
 
-    def _follow(self, means: Tensor, distance: float) -> None:
-        """c and v with one more batch in them."""
+    def _follow(self, away: Tensor, distance: float) -> None:
+        """c and v with one more batch in them, which lies `away` from c."""
         self.seen = min(self.seen + 1, MEMORY)
         if self.centre is None:
-            self.centre = means.clone()
+            self.centre = away.clone()
             return
-        self.centre = self.centre + (means - self.centre) / self.seen
+        self.centre = self.centre.add(away, alpha=1 / self.seen)
         weight = 1 / (self.seen - 1)
         self.spread = (1 - weight) * self.spread + weight * distance * (self.seen - 1) / self.seen
 

@@ -190,7 +190,8 @@ class Method(nn.Module):
             schedule = self._schedule
             if schedule is not None:
                 self._settle()  # what it goes by; without one nothing waits for a GPU
-            learns, before = schedule is None or schedule.due, 0 if schedule is None else self.updates
+            learns = schedule is None or schedule.due
+            before = self.updates if learns and schedule is not None else 0
             with torch.set_grad_enabled(learns):
                 logits, about = self._taken(x, learns)
             if schedule is not None and about is not None:
