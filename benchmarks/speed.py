@@ -15,7 +15,7 @@ one thread's CPU time; on a GPU, wall time between two waits for it. Memory is w
 before it, weights included: the peak of what torch has allocated, within CUDA graphs too. `--quick` does all of it
 small.
 
-The parts' figures go to OUT/speed.json, from which OUT/speed.md and OUT/speed.svg are written.
+The parts' figures go to OUT/speed.json, from which OUT/speed.md and the plots of growth are written.
 """
 
 import argparse
@@ -242,7 +242,7 @@ def optimizer_step(model: mgtta.Classifier, way: str, hidden_size: int = 8) -> C
         captured = _Captured(
             lambda: (_compiled(_flat_step)(flat, grads, sound), sound, sound)[1:], sound, torch.cuda.graph_pool_handle()
         )
-        return captured.graph.replay
+        return lambda: (captured.graph.replay(), flat, grads)  # which the graph reads: they must live as long
 
     return Contender(f"{ALONE}, {way}", make, "fp32")
 
@@ -299,7 +299,7 @@ def growth(args: argparse.Namespace) -> dict[str, Any]:
     models = SMALL if args.quick else MODELS
     for name in models:
         at(name, args.batch)
-    for batch in (1, 4) if args.quick else (1, 8, 256):
+    for batch in (1, 4) if args.quick else (1, max(2, args.batch // 8), 4 * args.batch):
         at(models[2], batch)
     model = classifier(models[2], device)
     sizes = (2, 8) if args.quick else (4, 8, 16, 32)
@@ -436,7 +436,7 @@ def main() -> None:
         "--lr-always", type=float, nargs="+", default=[1e-3, 2e-3], help="of `accuracy`: MGTTA's without either"
     )
     parser.add_argument("--quick", action="store_true", help="does it run?")
-    parser.add_argument("--out", type=Path, help="the folder of speed.json, speed.md and speed.svg")
+    parser.add_argument("--out", type=Path, help="the folder of speed.json, speed.md and the plots of growth")
     args = parser.parse_args()
     if args.device == "cpu":
         torch.set_num_threads(1)
@@ -458,7 +458,10 @@ def main() -> None:
             "torch": torch.__version__,
             "took": time.perf_counter() - began,
         }
-        result[f"step {args.model} {args.batch} {args.device}" if part == "step" else part] = {**about, **found}
+        key = {"step": f"step {args.model} {args.batch} {args.device}", "growth": f"growth {args.device}"}.get(
+            part, part
+        )
+        result[key] = {**about, **found}
         print(f"{part}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
         if file is not None:  # after each part, in case the next one does not end well
             with atomic(file) as path:
@@ -466,7 +469,7 @@ def main() -> None:
             with atomic(args.out / "speed.md") as path:
                 path.write_text(page(result))
             if part == "growth":
-                plot(result["growth"], args.out / "speed.svg")
+                plot(found | about, args.out / f"growth_{args.device}.svg")
     if file is None:
         print(page(result))
     if failed:

@@ -84,25 +84,29 @@ def _bars(part: dict[str, Any]) -> str:
 
 
 def growth_page(part: dict[str, Any]) -> str:
-    lines = []
-    for case in part["rows"]:
-        plain, whole, generator = case["rows"]
+    """Times on a GPU; on a CPU the ratios to the first case's NoAdapt."""
+    gpu, cases, lines = part["gpu"], part["rows"], []
+    unit, digits = (1e-3, 2) if gpu else (cases[0]["rows"][0]["seconds"], 3)
+    for case in cases:
+        plain, whole, generator = (row["seconds"] for row in case["rows"])
         lines.append(
             [
-                case["model"], str(case["batch"]), f"{case['n']:,}", f"{1e3 * plain['seconds']:.2f}",
-                f"{1e3 * whole['seconds']:.2f}", f"{whole['seconds'] / plain['seconds']:.2f}",
-                f"{case['batch'] / whole['seconds']:,.0f}", f"{1e3 * generator['seconds']:.3f}",
-                f"{100 * generator['seconds'] / whole['seconds']:.1f}",
-                *([f"{whole['peak'] / 1e6:,.0f}"] if part["gpu"] else []),
+                case["model"], str(case["batch"]), f"{case['n']:,}", f"{plain / unit:.{digits}f}",
+                f"{whole / unit:.{digits}f}", f"{whole / plain:.2f}", f"{case['batch'] / whole:,.1f}",
+                f"{generator / unit:.{digits + 1}f}", f"{100 * generator / whole:.2f}",
+                *([f"{case['rows'][1]['peak'] / 1e6:,.0f}"] if gpu else []),
             ]
         )  # fmt: skip
-    head = ["model", "batch", "n", "NoAdapt ms", "MGTTA ms", "ratio", "images/s", "generator ms", "its share, %"]
-    head += ["peak MB"] if part["gpu"] else []
-    sizes = [[str(row["hidden_size"]), f"{1e3 * row['seconds']:.3f}"] for row in part["hidden"]]
-    model = part["rows"][2]["model"]
+    times = [f"{name}{', ms' if gpu else ''}" for name in ("NoAdapt", "MGTTA", "generator")]
+    head = ["model", "batch", "n", *times[:2], "MGTTA / NoAdapt", "images/s", times[2], "its share, %"]
+    head += ["peak MB"] if gpu else []
+    sizes = [[str(row["hidden_size"]), f"{row['seconds'] / unit:.{digits + 1}f}"] for row in part["hidden"]]
+    measure = "" if gpu else f"\n\nTimes are multiples of NoAdapt's with {cases[0]['model']}."
     return (
-        f"## As work grows\n\n{table(head, lines, right=True)}\n\n![Time and memory](speed.svg)\n\n"
-        f"The generator's step for {model}, by hidden size:\n\n{table(['hidden size', 'ms'], sizes, right=True)}"
+        f"## As work grows\n\n{table(head, lines, right=True)}{measure}\n\n"
+        f"![Time and memory](growth_{'cuda' if gpu else 'cpu'}.svg)\n\n"
+        f"The generator's step for {cases[2]['model']}, by hidden size:\n\n"
+        f"{table(['hidden size', 'ms' if gpu else 'time'], sizes, right=True)}"
     )
 
 
@@ -130,7 +134,8 @@ def accuracy_page(part: dict[str, Any], steps: list[dict[str, Any]]) -> str:
     share = mean(schedule["updates"]) / schedule["batches"]
     exact = next(mean(r["top1"]) for r in rows if (r["name"], r["precision"]) == ("MGTTA", "fp32"))
     resets = [r for r in rows if (r["name"], r["reset"]) == ("MGTTA", "domain") and r["precision"] != "fp32"]
-    text = "Mean and standard deviation of three orders of the images within each domain. "
+    orders = len(schedule["top1"])
+    text = f"Mean and standard deviation of {orders} orders of the images in each domain. " if orders > 1 else ""
     text += ", ".join(f"{r['precision']} ends {mean(r['top1']) - exact:+.2f} points" for r in resets) + " from fp32. "
     text += (
         f"The schedule learns from {100 * share:.1f} % of the batches, and ends "
@@ -145,7 +150,7 @@ def accuracy_page(part: dict[str, Any], steps: list[dict[str, Any]]) -> str:
 
 
 def _spread(values: list[float]) -> str:
-    return f"{mean(values):.2f} ± {stdev(values):.2f}"
+    return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
 
 
 def plot(part: dict[str, Any], path: Path) -> None:
@@ -154,22 +159,24 @@ def plot(part: dict[str, Any], path: Path) -> None:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    cases, batch = part["rows"], part["rows"][0]["batch"]
+    gpu, cases, batch = part["gpu"], part["rows"], part["rows"][0]["batch"]
+    unit, time = (1e-3, "ms a batch") if gpu else (cases[0]["rows"][0]["seconds"], "time a batch")
     by_model = cases[:4]
     by_batch = sorted([by_model[2], *cases[4:]], key=lambda case: case["batch"])
-    figure, axes = pyplot.subplots(1, 4, figsize=(14, 3.2))
+    figure, axes = pyplot.subplots(1, 3 + gpu, figsize=(3.6 * (3 + gpu), 3.2))
     for i, label in ((0, "NoAdapt"), (1, "MGTTA")):
         for axis, x, some in ((axes[0], "batch", by_batch), (axes[1], "n", by_model)):
-            axis.plot([c[x] for c in some], [1e3 * c["rows"][i]["seconds"] for c in some], "o-", label=label)
-        if part["gpu"]:
-            axes[3].plot([c["n"] for c in by_model], [c["rows"][i]["peak"] / 1e6 for c in by_model], "o-", label=label)
+            axis.plot([c[x] for c in some], [c["rows"][i]["seconds"] / unit for c in some], "o-", label=label)
+        if gpu:
+            axes[3].plot([c["n"] for c in by_model], [c["rows"][i]["peak"] / 1e6 for c in by_model], "o-")
     share = [100 * c["rows"][2]["seconds"] / c["rows"][1]["seconds"] for c in by_model]
     axes[2].plot([c["n"] for c in by_model], share, "o-", color="black")
-    axes[0].set(xscale="log", yscale="log", xlabel="batch size", ylabel="ms a batch", title=by_model[2]["model"])
-    axes[1].set(xscale="log", yscale="log", xlabel="n, adapted parameters", ylabel="ms a batch", title=f"batch {batch}")
-    axes[2].set(xscale="log", xlabel="n, adapted parameters", ylabel="%", title="the generator's share", ylim=(0, None))
-    axes[3].set(xscale="log", yscale="log", xlabel="n, adapted parameters", ylabel="peak MB", title=f"batch {batch}")
-    axes[3].set_visible(part["gpu"])
+    n = {"xscale": "log", "xlabel": "n, adapted parameters"}
+    axes[0].set(xscale="log", yscale="log", xlabel="batch size", ylabel=time, title=by_model[2]["model"])
+    axes[1].set(**n, yscale="log", ylabel=time, title=f"batch {batch}")
+    axes[2].set(**n, ylabel="%", title="the generator's share", ylim=(0, None))
+    if gpu:
+        axes[3].set(**n, yscale="log", ylabel="peak MB", title=f"batch {batch}")
     axes[0].legend(frameon=False)
     figure.tight_layout()
     with atomic(path) as temporary:

@@ -28,4 +28,4 @@ def test_parts(words, heading, row, tmp_path, monkeypatch):
     assert row in page
     assert all(part["command"].startswith("python benchmarks/speed.py --quick") for part in
                json.loads((tmp_path / "speed.json").read_text()).values())  # fmt: skip
-    assert (tmp_path / "speed.svg").exists() == ("growth" in words)
+    assert (tmp_path / "growth_cpu.svg").exists() == ("growth" in words)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,8 +82,9 @@ class Schedule:
             self._take(summary, learned, n)
 
     def _take(self, summary: Tensor, learned: bool, n: int) -> None:
-        means, unsure = summary[:-1], float(summary[-1])
-        away = means if self.centre is None else means - self.centre
+        values = summary.numpy()  # a GPU may be waiting, and for so little numpy is quicker than torch
+        means, unsure = values[:-1], float(values[-1])
+        away = means if self.centre is None else means - self.centre.numpy()
         distance = 0.0 if self.centre is None else n * float(away @ away)
         if not (math.isfinite(unsure) and math.isfinite(distance)):
             return
@@ -127,13 +129,13 @@ class Schedule:
             self.before = mean
         self.unsure, self.batches, self.left = 0.0, 0, self.rest
 
-    def _follow(self, away: Tensor, distance: float) -> None:
+    def _follow(self, away: np.ndarray, distance: float) -> None:
         """c and v with one more batch in them, which lies `away` from c."""
         self.seen = min(self.seen + 1, MEMORY)
         if self.centre is None:
-            self.centre = away.clone()
+            self.centre = torch.from_numpy(away.copy())
             return
-        self.centre = self.centre.add(away, alpha=1 / self.seen)
+        self.centre = torch.from_numpy(self.centre.numpy() + away / self.seen)
         weight = 1 / (self.seen - 1)
         self.spread = (1 - weight) * self.spread + weight * distance * (self.seen - 1) / self.seen
 
