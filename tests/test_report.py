@@ -8,7 +8,7 @@ import pytest
 from made_up import LEVEL, budgets, fake, table_1
 
 from mgtta.report import Figure, latex, markdown, page, sections
-from mgtta.report.summary import best
+from mgtta.report.summary import best, milliseconds, seconds_for
 from mgtta.report.tables import latex_report, markdown_report
 from mgtta.report.words import footing_words, headline, notes
 
@@ -244,6 +244,13 @@ def test_runtime_and_memory_show_what_they_are_about():
     assert ">top-1</button>" in page.page([time])
     drawn = json.loads(re.search(r'id="charts">(.*?)</script>', page.page([space]), re.DOTALL)[1])["s0-memory"]
     assert drawn["traces"][0]["y"] == [pytest.approx(space.records[0]["top1"], abs=0.001)]
+
+
+def test_time_is_that_of_all_images_together():
+    records = [fake("tent", seconds=s) | {"images": n} for s, n in ((1.0, 100), (2.0, 900), (0.0, 0))]
+    assert milliseconds(records) == 3.0
+    assert [milliseconds([r]) for r in records] == [10.0, pytest.approx(2.222, abs=1e-3), None]
+    assert seconds_for(50_000, records) == 150.0
 
 
 def test_one_domain_has_its_spread():

@@ -10,11 +10,7 @@ Shapes      N images, L tokens, d features
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # torch for the CPU comes without it
-    triton = None
+from mgtta._triton import tl, triton
 
 
 @torch.library.custom_op("mgtta::qkv_backward", mutates_args=())

@@ -18,11 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # torch for the CPU comes without it
-    triton = None
+from mgtta._triton import tl, triton
 
 LOWEST, STEPS = -0.13, 202.0  # of the slope, as it is kept
 BLOCK = 1024  # values that a program of the kernel takes

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mgtta.report.summary import MEAN, Record, Section, as_number, label, unique
+from mgtta.report.summary import MEAN, Record, Section, as_number, label, milliseconds, unique
 
 Style = dict[str, dict[str, Any]]
 
@@ -156,11 +156,6 @@ def timed(records: Sequence[Record]) -> list[Record]:
         if record.get("alone") or record.get("max_seconds") is not None:
             devices.setdefault((record.get("protocol") or {}).get("device"), []).append(record)
     return max(devices.values(), key=len, default=[])
-
-
-def milliseconds(records: Sequence[Record]) -> float | None:
-    images = sum(r["images"] for r in records)
-    return 1000 * sum(r["seconds"] for r in records) / images if images else None
 
 
 def gigabytes(records: Sequence[Record]) -> float | None:

@@ -18,11 +18,11 @@ from jinja2 import Environment, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from mgtta import __version__
-from mgtta.report.charts import Looks, charts, gigabytes, milliseconds, timed
+from mgtta.report.charts import Looks, charts, gigabytes, timed
 from mgtta.report.examples import Example
 from mgtta.report.paired import differences
 from mgtta.report.published import beside, published
-from mgtta.report.summary import COSTS, MEAN, Record, Section, label, unique
+from mgtta.report.summary import COSTS, MEAN, Record, Section, label, milliseconds, unique
 from mgtta.report.words import bold, decimals, footing_words, headline, interval, notes, printed, short, signed
 
 LINES = 300  # characters of an entry of the protocol that are in sight

@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Any
 
 from mgtta.data.corruptions import CORRUPTIONS
-from mgtta.report.summary import MEAN, Figure, Record, Section, images_of, label, unique
+from mgtta.report.summary import MEAN, Figure, Record, Section, images_of, label, seconds_for, unique
 from mgtta.report.words import chosen, many, tried
 
 
@@ -74,7 +74,8 @@ def _costs(section: Section) -> dict[str, dict[str, Figure]]:
     accuracy = section.figures("top1")
     for row in section.rows:
         records = section.of(row)
-        cells = {"seconds": Figure.of([50_000 * r["seconds"] / r["images"] for r in records if r["images"]])}
+        seconds = [seconds_for(50_000, [r]) for r in records]
+        cells = {"seconds": Figure.of([s for s in seconds if s is not None])}
         memory = [r["peak_memory"] / 1e6 for r in records if r.get("peak_memory")]
         if memory:
             cells["megabytes"] = Figure.of(memory)

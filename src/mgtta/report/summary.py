@@ -301,11 +301,22 @@ def value(record: Record, key: str) -> Any:
 def measure(record: Record, figure: str) -> float | None:
     """A record's figure: one of its entries, or what an image costs in time, or the run in memory."""
     if figure == "milliseconds":
-        return 1000 * record["seconds"] / record["images"] if record["images"] else None
+        return milliseconds([record])
     if figure == "megabytes":
         memory = record.get("peak_memory") or record.get("process_peak_memory")
         return memory / 1e6 if memory else None
     return record.get(figure)
+
+
+def seconds_for(images: int, records: Sequence[Record]) -> float | None:
+    """What so many images take, to predict and to adapt, going by all of the records together; None without any."""
+    measured = sum(r["images"] for r in records)
+    return images * sum(r["seconds"] for r in records) / measured if measured else None
+
+
+def milliseconds(records: Sequence[Record]) -> float | None:
+    """What an image takes; as many as a thousand take seconds."""
+    return seconds_for(1000, records)
 
 
 def label(value: Any, none: str = "") -> str:
