@@ -61,7 +61,7 @@ def _bars(part: dict[str, Any]) -> str:
         f"MGTTA in {precision}: {absolute if part['gpu'] else ''}{ratios}.",
         f"The optimizer takes {100 * generator / whole:.1f} % of the step.",
     ]
-    if small := found.get(("MGTTA", "fp8")):
+    if part["gpu"] and (small := found.get(("MGTTA", "fp8"))):
         lines.append(
             f"With gradients in 8 bits (fp8) {1e3 * small['seconds']:.2f} ms, {small['seconds'] / plain:.2f} times "
             "NoAdapt."
@@ -104,7 +104,7 @@ def growth_page(part: dict[str, Any]) -> str:
     measure = "" if gpu else f"\n\nTimes are multiples of NoAdapt's with {cases[0]['model']}."
     return (
         f"## As work grows\n\n{table(head, lines, right=True)}{measure}\n\n"
-        f"![Time and memory](growth_{'cuda' if gpu else 'cpu'}.svg)\n\n"
+        f"![Time, memory and share](growth_{'cuda' if gpu else 'cpu'}.svg)\n\n"
         f"The generator's step for {cases[2]['model']}, by hidden size:\n\n"
         f"{table(['hidden size', 'ms' if gpu else 'time'], sizes, right=True)}"
     )
@@ -136,10 +136,10 @@ def accuracy_page(part: dict[str, Any], steps: list[dict[str, Any]]) -> str:
     resets = [r for r in rows if (r["name"], r["reset"]) == ("MGTTA", "domain") and r["precision"] != "fp32"]
     orders = len(schedule["top1"])
     text = f"Mean and standard deviation of {orders} orders of the images in each domain. " if orders > 1 else ""
-    text += ", ".join(f"{r['precision']} ends {mean(r['top1']) - exact:+.2f} points" for r in resets) + " from fp32. "
+    text += ", ".join(f"{r['precision']} ends {_difference(r['top1'], exact)} points" for r in resets) + " from fp32. "
     text += (
         f"The schedule learns from {100 * share:.1f} % of the batches, and ends "
-        f"{mean(schedule['top1']) - max(map(mean, always)):+.2f} points from the best that learns always."
+        f"{_difference(schedule['top1'], max(map(mean, always)))} points from the best that learns always."
     )
     for step in steps:
         found = {row["name"]: row["seconds"] for row in step["rows"] if row["precision"] == "bf16"}
@@ -147,6 +147,10 @@ def accuracy_page(part: dict[str, Any], steps: list[dict[str, Any]]) -> str:
         text += f" At the times of {step['model']} above, so many steps and rests take {cost:.3f} times NoAdapt."
     title = f"## Accuracy: DeiT-Tiny, {part['images']} ImageNet images under each corruption"
     return f"{title}\n\n{table(head, lines, right=True)}\n\n{text}"
+
+
+def _difference(values: list[float], other: float) -> str:
+    return f"{round(mean(values) - other, 2) + 0.0:+.2f}"
 
 
 def _spread(values: list[float]) -> str:

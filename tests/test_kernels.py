@@ -64,7 +64,7 @@ def frozen_mlp(d=16, hidden=48, bias=True):
 @pytest.mark.parametrize(("rounded", "tolerance"), [(False, 0.005), (True, 0.1)])
 def test_an_mlp_there_and_back(bias, rounded, tolerance):
     first, second = frozen_mlp(bias=bias)
-    weights = mlp.small(first.weight, second.weight) if rounded else None
+    weights = mlp.float8_weights(first.weight, second.weight) if rounded else None
     random = torch.Generator().manual_seed(1)
     h, grad = (torch.randn(2, 5, 16, generator=random) for _ in range(2))
     grad *= torch.logspace(-20, 3, 5)[:, None]  # tokens differ by orders of magnitude
@@ -84,13 +84,27 @@ def test_an_mlp_there_and_back(bias, rounded, tolerance):
 def test_8_bits_hold_any_gradient():
     """The scale of a row is known before the row: no value is beyond it, and nothing becomes something."""
     first, second = frozen_mlp()
-    weights = mlp.small(first.weight, second.weight)
+    weights = mlp.float8_weights(first.weight, second.weight)
     steepest = torch.full((1, 16, 48), 255, dtype=torch.uint8)
     along = second.weight.T[second.weight.norm(dim=0).argmax()] * 1e6  # what meets the largest column fully
     grads = torch.stack([along, torch.zeros(16), torch.full((16,), 1e-38), *1e30 * torch.eye(16)[:13]])[None]
-    assert mlp.small_backward(grads, steepest, weights).isfinite().all()
-    assert not mlp.small_backward(grads, steepest, weights)[0, 1].any()
-    assert mlp.small_backward(grads * float("nan"), steepest, weights).isnan().all()
+    assert mlp.float8_backward(grads, steepest, weights).isfinite().all()
+    assert not mlp.float8_backward(grads, steepest, weights)[0, 1].any()
+    assert mlp.float8_backward(grads * float("nan"), steepest, weights).isnan().all()
+    none = mlp.float8_weights(first.weight, 0 * second.weight)
+    assert not mlp.float8_backward(grads, steepest, none).any()
+
+
+def test_values_that_grow_when_they_are_rounded_stay_within_8_bits():
+    """The largest product there can be: g along a column of W2, both of values that are rounded up."""
+    column = torch.full((16,), 1.07 * 256)  # to 288; the largest value is exact
+    column[0] = 448.0
+    w2 = column[:, None].expand(16, 16).contiguous()
+    weights = mlp.float8_weights(torch.eye(16), w2)
+    g, scale, _, inverse = mlp.plain_scaled_rows(column[None], weights.reach)
+    product = (g.float() * scale) @ (weights.second.float() * weights.second_scale)
+    assert product.max() > column.square().sum()  # than what is not rounded
+    assert (product * (255 / mlp.STEPS + mlp.LOWEST) * inverse).max() <= mlp.LARGEST
 
 
 def test_gelus_kernel_says_what_it_gives():
@@ -119,7 +133,7 @@ def test_gelus_kernel_is_its_plain_twin(shape):
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_the_kernel_is_its_plain_twin(shape, kept):
     (grad, z, *more, tap), _ = case(*shape, device="cuda", dtype=torch.bfloat16)
-    for last in (tap, None):
+    for last in (tap, torch.cat([tap, tap], 1)[:, : shape[-1]], tap[:1, :1].expand_as(tap), None):  # of any strides
         found, expected = (f(grad, z.to(kept), *more, last) for f in (norm_backward, plain_norm_backward))
         for a, b in zip(found, expected, strict=True):
             assert a.dtype == b.dtype
@@ -133,7 +147,7 @@ def test_products_of_8_bits_are_their_plain_twins():
     random = torch.Generator().manual_seed(1)
     grad = torch.randn(3, 197, 192, generator=random).bfloat16()
     slope = torch.randint(256, (3, 197, 768), generator=random, dtype=torch.uint8)
-    expected = mlp.small_backward(grad, slope, mlp.small(first.weight, second.weight))
-    there = mlp.small(first.weight.cuda(), second.weight.cuda())
-    found = mlp.small_backward(grad.cuda(), slope.cuda(), there).cpu()
+    expected = mlp.float8_backward(grad, slope, mlp.float8_weights(first.weight, second.weight))
+    there = mlp.float8_weights(first.weight.cuda(), second.weight.cuda())
+    found = mlp.float8_backward(grad.cuda(), slope.cuda(), there).cpu()
     assert (found.float() - expected.float()).norm() < 0.02 * expected.float().norm()

@@ -250,6 +250,19 @@ def test_what_cannot_follow_one_is_refused(model):
         mgtta.create("tent", model, schedule="never")
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_is_beyond_all_numbers_is_passed_over():
+    schedule = Schedule()
+    for _ in range(2 * BURST):
+        schedule.note(torch.ones(9), schedule.due, 8)
+    before = copy.deepcopy(schedule.state())
+    for value in (1e30, float("inf"), float("nan")):
+        schedule.note(torch.full((9,), value), schedule.due, 8)
+    after = schedule.state()
+    assert torch.equal(before.pop("centre"), after.pop("centre"))
+    assert before == after
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_what_comes_from_a_gpu_is_read_before_the_next_batch():

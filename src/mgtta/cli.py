@@ -54,7 +54,7 @@ def adapt(
     save_every: Annotated[int, typer.Option(min=1, help="Batches between two saves of the run.")] = 32,
     guard: Annotated[bool, typer.Option("--guard", help="Watch for collapse, and undo it.")] = False,
     precision: Precision = "auto",
-    low_memory: Annotated[bool, typer.Option("--low-memory", help="With bf16: keep few activations.")] = False,
+    low_memory: Annotated[bool, typer.Option("--low-memory", help="On the fast path: keep few activations.")] = False,
     schedule: Annotated[str, typer.Option(help="always; auto: learn most just after a shift.")] = "always",
     size: Size = None,
     skip_unreadable: Skip = False,

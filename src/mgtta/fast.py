@@ -30,6 +30,7 @@ from mgtta.schedule import summary
 from mgtta.vit import ViT
 
 PATIENCE = 2000  # batches of a shape before it is compiled: by then they have cost as much as that saves
+FLOAT8_IS_FOR = "that is for a plain ViT of timm's whose widths 16 divides, where 8-bit floats can be multiplied"
 KEPT = 4  # graphs, the latest ones
 RECOMPILES = 512  # that dynamo allows: all methods of a process share what is compiled
 ATTENTION = [  # the first that can
@@ -42,7 +43,8 @@ def takes(method: Any, precision: str) -> bool:
     reason = why_not(method, precision)
     if precision != "auto":
         if reason is not None:
-            raise ValueError(f"precision={precision!r} is not for {method.name}: {reason}; take precision='fp32'")
+            other = "fp32" if precision == "bf16" or why_not(method, "bf16") else "bf16"
+            raise ValueError(f"precision={precision!r} is not for {method.name}: {reason}; take precision={other!r}")
         return True
     known = reason is None and method.max_seconds is None and ViT.fits(method.model)
     return known and next(method.model.parameters()).is_cuda and torch.cuda.is_bf16_supported()
@@ -56,21 +58,21 @@ def why_not(method: Any, precision: str) -> str | None:
         return f"its optimizer is {type(method.optimizer).__name__}"
     if next(method.model.parameters()).dtype != torch.float32:
         return "its model is not float32"
-    if precision == "fp8" and not ViT.fits_eighths(method.model):
-        return "that is for a plain ViT of timm's, of widths that 16 divides, on a GPU with 8-bit floats"
-    return "ranks share its batches" if method.ranks.size > 1 else None
+    if method.ranks.size > 1:
+        return "ranks share its batches"
+    return FLOAT8_IS_FOR if precision == "fp8" and not ViT.fits_float8(method.model) else None
 
 
 class Fast:
     """How a method takes its steps. It holds nothing that belongs to the method's state; a copy begins afresh.
 
     Args:
-        precision: "bf16" or "fp8".
         low_memory: keep few activations, and compute the others again on the way back.
+        precision: "bf16" or "fp8".
     """
 
-    def __init__(self, precision: str = "bf16", low_memory: bool = False):
-        self.precision, self.low_memory, self.compiles = precision, low_memory, True
+    def __init__(self, low_memory: bool = False, precision: str = "bf16"):
+        self.low_memory, self.precision, self.compiles = low_memory, precision, True
         self.forget()
 
     def forget(self) -> None:
@@ -84,10 +86,10 @@ class Fast:
         self.pending, self.known = False, -1  # the updates that `flat` knows of
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Fast":
-        return memo.setdefault(id(self), Fast(self.precision, self.low_memory))
+        return memo.setdefault(id(self), Fast(self.low_memory, self.precision))
 
-    def __reduce__(self) -> tuple[type["Fast"], tuple[str, bool]]:
-        return Fast, (self.precision, self.low_memory)
+    def __reduce__(self) -> tuple[type["Fast"], tuple[bool, str]]:
+        return Fast, (self.low_memory, self.precision)
 
     @property
     def graph_bytes(self) -> int:
@@ -150,9 +152,11 @@ class Fast:
 
     def _net(self, method: Any) -> "ViT | Hooked":
         if self.network is None:
+            float8 = self.precision == "fp8" and method.optimizer is not None
+            if float8 and not ViT.fits_float8(method.model):  # it has moved to another device
+                raise ValueError(f"precision='fp8' is not for {method.name} there: {FLOAT8_IS_FOR}")
             if ViT.fits(method.model):
-                learns = method.optimizer is not None
-                self.network = ViT(method.model, self.low_memory, eighths=learns and self.precision == "fp8")
+                self.network = ViT(method.model, self.low_memory, float8)
             else:
                 self.network = Hooked(method.model, self.low_memory)
         return self.network

@@ -45,9 +45,11 @@ def norm_backward(
         grad: of y, (N, L, d), in which `through` and the gradient of x are, too.
         z: (N, L, d), in any dtype; scale: (N, L, 1).
         through: what else reaches x, past the layer, (N, L, d).
-        tap: what else reaches the y of the first token, (N, d), float32, its rows one piece; None: nothing.
+        tap: what else reaches the y of the first token, (N, d), float32; None: nothing.
     """
     if grad.is_cuda and triton is not None:
+        if tap is not None and tap.stride(1) != 1:
+            tap = tap.contiguous()
         dx, sums = _in_one_pass(grad.contiguous(), z, scale, weight, through.contiguous(), tap)
         return dx, *sums.unbind()
     return plain_norm_backward(grad, z, scale, weight, through, tap)

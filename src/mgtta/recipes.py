@@ -407,9 +407,9 @@ def create(
         from mgtta.fast import takes
 
         if takes(method, precision):
-            method.quicken("bf16" if precision == "auto" else precision, low_memory)
+            method.quicken(low_memory, "bf16" if precision == "auto" else precision)
     if low_memory and method.fast is None:
-        raise ValueError("low_memory belongs to the fast path: precision='bf16', with a method that has one")
+        raise ValueError("low_memory belongs to the fast path: precision='bf16' or 'fp8', with a method that has one")
     return method if guard is False else guarded(method, guard)
 
 

@@ -82,10 +82,11 @@ class Schedule:
             self._take(summary, learned, n)
 
     def _take(self, summary: Tensor, learned: bool, n: int) -> None:
-        values = summary.numpy()  # a GPU may be waiting, and for so little numpy is quicker than torch
+        values = summary.cpu().numpy()  # a GPU may be waiting, and for so little numpy is quicker than torch
         means, unsure = values[:-1], float(values[-1])
-        away = means if self.centre is None else means - self.centre.numpy()
-        distance = 0.0 if self.centre is None else n * float(away @ away)
+        with np.errstate(all="ignore"):  # what is not finite is passed over
+            away = means if self.centre is None else means - self.centre.numpy()
+            distance = 0.0 if self.centre is None else n * float(away @ away)
         if not (math.isfinite(unsure) and math.isfinite(distance)):
             return
         if self.seen > 1 and distance > SHIFT * (1 + FEW / self.seen) * self.spread:
@@ -157,4 +158,4 @@ class Schedule:
             sound = sound and all(bool(m.isfinite().all()) for m in mean)
         if not sound:
             raise ValueError("its schedule has values that none can have")
-        vars(self).update(state)
+        vars(self).update(state, centre=None if centre is None else centre.cpu())

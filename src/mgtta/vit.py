@@ -22,10 +22,8 @@ from torch import Tensor, nn
 from mgtta._timm import timm
 from mgtta.kernels import norm_backward, qkv_backward
 from mgtta.lowered import How
-from mgtta.mlp import Small, mlp, small
+from mgtta.mlp import FLOAT8, Float8Weights, float8_weights, mlp, multiplies_float8
 from mgtta.models import Classifier
-
-SMALL: torch.dtype | None = torch.float8_e4m3fn  # how normalised inputs are kept; None: as torch does
 
 
 class ViT:
@@ -33,14 +31,15 @@ class ViT:
 
     Args:
         recompute: keep a block's input alone, and compute the rest again on the way back.
-        eighths: multiply in 8 bits on the way back, where that pays.
+        float8: multiply in 8 bits on the way back, where that pays.
     """
 
-    def __init__(self, model: Classifier, recompute: bool, eighths: bool = False):
+    def __init__(self, model: Classifier, recompute: bool, float8: bool = False):
         self.model, self.recompute = model, recompute
         self.net = cast(Any, model.net)
-        self.keep = SMALL if _has_float8(self.net.head.weight.device) else None
-        self.small = [small(b.mlp.fc1.weight, b.mlp.fc2.weight) if eighths else None for b in self.net.blocks[:-1]]
+        self.keep = FLOAT8 if _has_float8(self.net.head.weight.device) else None  # how: the normalised inputs
+        early = [block.mlp for block in self.net.blocks[:-1]]
+        self.float8 = [float8_weights(m.fc1.weight, m.fc2.weight) if float8 else None for m in early]
 
     @staticmethod
     def fits(model: Classifier) -> bool:
@@ -51,8 +50,8 @@ class ViT:
         return plain and isinstance(net.head, nn.Linear) and _is_norm(net.norm) and all(map(_plain_block, net.blocks))
 
     @staticmethod
-    def fits_eighths(model: Classifier) -> bool:
-        if not ViT.fits(model) or not _has_float8(next(model.parameters()).device):
+    def fits_float8(model: Classifier) -> bool:
+        if not ViT.fits(model) or not multiplies_float8(next(model.parameters()).device):
             return False
         return all(size % 16 == 0 for block in cast(Any, model.net).blocks for size in block.mlp.fc1.weight.shape)
 
@@ -65,15 +64,15 @@ class ViT:
         taps: list[Tensor] = []
         if self.recompute and torch.is_grad_enabled():
             x = how(_embed)(self.model, x)
-            for block, weights in zip(early, self.small, strict=True):
-                x, tap = _Again.apply(x, how, block, self.keep, weights, *_norms(block))
+            for block, float8 in zip(early, self.float8, strict=True):
+                x, tap = _Again.apply(x, how, block, self.keep, float8, *_norms(block))
                 taps.append(tap)
             h, x, tap = how(_norm)(last.norm1, x, self.keep)
             taps = [*taps[1:], tap] if early else []
         else:
             h, x = how(_begin)(self.model, early[0] if early else last, x, self.keep)
-            for (block, following), weights in zip(pairwise(self.net.blocks), self.small, strict=True):
-                h, x, tap = how(_block)(block, following, h, x, self.keep, weights)
+            for (block, following), float8 in zip(pairwise(self.net.blocks), self.float8, strict=True):
+                h, x, tap = how(_block)(block, following, h, x, self.keep, float8)
                 taps.append(tap)
         logits, tap = how(_end)(self.net, last, h, x, self.model.classes, self.keep)
         return logits, [*taps, tap]
@@ -136,14 +135,14 @@ def _begin(model: Classifier, block: Any, x: Tensor, keep: torch.dtype | None) -
 
 
 def _block(
-    block: Any, following: Any, h: Tensor, x: Tensor, keep: torch.dtype | None, weights: Small | None
+    block: Any, following: Any, h: Tensor, x: Tensor, keep: torch.dtype | None, float8: Float8Weights | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From a block's normed tokens and its tokens to the following one's, and to the latter's tap (N, d)."""
-    return _norm(following.norm1, _through(block, h, x, keep, weights), keep)
+    return _norm(following.norm1, _through(block, h, x, keep, float8), keep)
 
 
 def _whole(
-    block: Any, x: Tensor, keep: torch.dtype | None, weights: Small | None, unseen: bool = False
+    block: Any, x: Tensor, keep: torch.dtype | None, float8: Float8Weights | None, unseen: bool = False
 ) -> tuple[Tensor, Tensor]:
     """From a block's tokens to the following one's, and its own tap.
 
@@ -151,16 +150,16 @@ def _whole(
         unseen: whether only their gradients matter: the tokens' values are not computed to the end.
     """
     h, x, tap = _norm(block.norm1, x, keep)
-    return _through(block, h, x, keep, weights, unseen), tap
+    return _through(block, h, x, keep, float8, unseen), tap
 
 
 def _through(
-    block: Any, h: Tensor, x: Tensor, keep: torch.dtype | None, weights: Small | None, unseen: bool = False
+    block: Any, h: Tensor, x: Tensor, keep: torch.dtype | None, float8: Float8Weights | None, unseen: bool = False
 ) -> Tensor:
     attn, (n, length, _) = block.attn, x.shape
     q, k, v = _QKV.apply(h, attn.qkv.weight, attn.qkv.bias, attn.num_heads)
     a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, length, -1)
-    return _mlp(block, x + block.ls1(attn.proj(a)), keep, weights, unseen)
+    return _mlp(block, x + block.ls1(attn.proj(a)), keep, float8, unseen)
 
 
 def _end(
@@ -189,9 +188,11 @@ def _attention_of_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (weights * v.float()).sum(1)
 
 
-def _mlp(block: Any, x: Tensor, keep: torch.dtype | None, weights: Small | None = None, unseen: bool = False) -> Tensor:
+def _mlp(
+    block: Any, x: Tensor, keep: torch.dtype | None, float8: Float8Weights | None = None, unseen: bool = False
+) -> Tensor:
     h, x, _ = _norm(block.norm2, x, keep, tapped=False)
-    return x + block.ls2(mlp(h, block.mlp.fc1, block.mlp.fc2, weights, unseen))
+    return x + block.ls2(mlp(h, block.mlp.fc1, block.mlp.fc2, float8, unseen))
 
 
 # --- what is kept for the way back
@@ -261,11 +262,11 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, how: How, block: Any, keep: torch.dtype | None, weights: Small | None, *_: Tensor
+        ctx: Any, x: Tensor, how: How, block: Any, keep: torch.dtype | None, float8: Float8Weights | None, *_: Tensor
     ) -> Any:
         ctx.save_for_backward(x)
-        ctx.how, ctx.block, ctx.given = how, block, (keep, weights)
-        return how(_whole)(block, x, keep, weights)
+        ctx.how, ctx.block, ctx.given = how, block, (keep, float8)
+        return how(_whole)(block, x, keep, float8)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

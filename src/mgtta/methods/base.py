@@ -129,13 +129,13 @@ class Method(nn.Module):
         self.model.takes_empty = True
         self.ranks = ranks
 
-    def quicken(self, precision: str = "bf16", low_memory: bool = False) -> None:
+    def quicken(self, low_memory: bool = False, precision: str = "bf16") -> None:
         """Take steps with the frozen weights in bfloat16 from now on: see mgtta.fast."""
         from mgtta.fast import Fast
         from mgtta.lowered import lower
 
         lower(self.model)
-        self.fast = Fast(precision, low_memory)
+        self.fast = Fast(low_memory, precision)
 
     @property
     def precision(self) -> str:
@@ -189,9 +189,8 @@ class Method(nn.Module):
                 x = x.clone()
             schedule = self._schedule
             if schedule is not None:
-                self._settle()  # what it goes by; without one nothing waits for a GPU
-            learns = schedule is None or schedule.due
-            before = self.updates if learns and schedule is not None else 0
+                self._settle()  # what it goes by
+            learns, before = schedule is None or schedule.due, self._updates
             with torch.set_grad_enabled(learns):
                 logits, about = self._taken(x, learns)
             if schedule is not None and about is not None:
@@ -331,7 +330,7 @@ class Method(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Method":
         """Where the parameters go, `to` a device or dtype, the optimizer's moments and memory go along."""
         if self.fast is not None:
-            if fn(torch.empty(0)).dtype != torch.float32:
+            if any(fn(torch.empty(0, dtype=d)).dtype != d for d in (torch.float32, torch.bfloat16)):
                 raise TypeError(f"precision={self.precision!r} has its own dtypes: take precision='fp32' for others")
             self._settle()
             self.fast.forget()
