@@ -63,6 +63,10 @@ class Totals:
             self.skipped + record.skipped,
         )
 
+    def __str__(self) -> str:
+        accuracy = f", {100 * self.right / self.labelled:.1f} % right" if self.labelled else ""
+        return f"{self.images} images{accuracy}; {self.updates} updates, {self.skipped} skipped"
+
 
 class Run:
     """Predictions of a data set in order, kept from batch to batch in `path`, and gone on from where that exists.
@@ -103,6 +107,12 @@ class Run:
         self.file: Any = (
             GrowingFile(out, offset, digest, finished=self.finished) if self.ranks.first else open(os.devnull, "w")  # noqa: SIM115
         )
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
 
     @property
     def totals(self) -> Totals:
