@@ -12,7 +12,7 @@ from mgtta import fast
 from mgtta import vit as plain
 from mgtta._timm import timm
 from mgtta.data.glyphs import Glyphs
-from mgtta.data.streams import corrupted, stream
+from mgtta.data.streams import Batch, corrupted, stream
 from mgtta.files import read_tree, write_tree
 from mgtta.losses import entropy
 from mgtta.methods.tent import Tent
@@ -173,6 +173,21 @@ def test_nothing_waits_for_the_device_but_what_must(name, monkeypatch):
     assert not waits
     assert method.updates == 4
     assert len(waits) == 1
+
+
+@pytest.mark.parametrize("reset", ["domain", "never"])
+def test_evaluate_waits_for_the_device_once_a_domain(reset, monkeypatch):
+    waits = []
+    settle = FlatStep.settle
+    monkeypatch.setattr(FlatStep, "settle", lambda self: waits.append(1) or settle(self))
+    domains = zip(batches(5), ("fog", "fog", "fog", "snow", "snow"), strict=True)
+    unlabelled = [Batch(x, None, domain, torch.arange(len(x))) for x, domain in domains]
+    unlabelled[1].x[0, 0, 0, 0] = float("nan")
+    waited = []  # as each batch was done
+    records = mgtta.evaluate(make("mgtta"), unlabelled, reset, on_batch=lambda *_: waited.append(len(waits)))
+    assert waited == [0, 0, 0, 1, 1]
+    assert len(waits) == 2
+    assert [(r.updates, r.skipped) for r in records] == [(2, 1), (2, 0)]
 
 
 @pytest.mark.parametrize("name", ["tent", "mgtta"])

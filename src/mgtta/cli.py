@@ -3,7 +3,8 @@
 import os
 import signal
 import sys
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,11 +67,10 @@ def adapt(
 ) -> None:
     """Predict a folder or tar of images, adapting along the way; write the predictions and the state."""
     import mgtta
-    from mgtta.bars import progress_bar
     from mgtta.data.streams import split_stream, stream
     from mgtta.distributed import ranks_of
     from mgtta.files import writable
-    from mgtta.predictions import PredictionWriter, format_of, prediction_file
+    from mgtta.predictions import format_of
     from mgtta.recipes import needs_source
     from mgtta.running import Run, Totals, load_state, save_state
 
@@ -102,41 +102,24 @@ def adapt(
                 "method": method, "settings": setting, "batch_size": batch_size, "size": size, "suffix": suffix,
                 "images": _hash(images.names[:first]), "precision": adapted.precision, "schedule": schedule,
             }  # fmt: skip
-            run = Run(resume, adapted, out, images, protocol, batch_size, save_every)
+            run = stack.enter_context(Run(resume, adapted, out, images, protocol, batch_size, save_every))
             batches = batches.after(run.position)
-            stack.callback(run.file.close)
         if classes is not None and len(classes) != classifier.num_classes:
             typer.echo(f"{len(classes)} class folders, {classifier.num_classes} classes: labels not used", err=True)
             batches, classes = (batch._replace(y=None) for batch in batches), None
-        progress = stack.enter_context(progress_bar(transient=True, disable=not ranks.first))
-        file = (
-            stack.enter_context(prediction_file(out, images.name, classes, ranks))
-            if run is None
-            else PredictionWriter(run.file, suffix, images.name, classes, ranks)
-        )
-        task = progress.add_task(f"{method} on {data.name}", total=total, completed=0 if run is None else run.position)
-
-        def on_batch(record: Any, batch: Any, logits: Any) -> None:
-            file.write(batch, logits)
-            if run is not None:
-                run.note(record, batch)
-            progress.advance(task)
-
+        title = f"{method} on {data.name}"
+        on_batch = stack.enter_context(_written(out, images.name, classes, ranks, run, title, total))
         records = mgtta.evaluate(adapted, batches, reset="never", on_batch=on_batch)
         if state is not None and ranks.first:
             save_state(adapted, state)
         if run is not None:
             run.finish()
     [unreadable] = ranks.total([len(images.skipped)])
-    if not ranks.first:
-        return
-    done = run.totals if run is not None else Totals().plus(records[0]) if records else Totals()
-    accuracy = f", {100 * done.right / done.labelled:.1f} % right" if done.labelled else ""
-    skipped = f", {unreadable:.0f} images unreadable" if unreadable else ""
-    alarms = f", {len(adapted.events)} alarms" if adapted.events else ""
-    typer.echo(
-        f"{done.images} images{accuracy}; {done.updates} updates, {done.skipped} skipped{skipped}{alarms} -> {out}"
-    )
+    if ranks.first:
+        done = run.totals if run is not None else Totals().plus(records[0]) if records else Totals()
+        skipped = f", {unreadable:.0f} images unreadable" if unreadable else ""
+        alarms = f", {len(adapted.events)} alarms" if adapted.events else ""
+        typer.echo(f"{done}{skipped}{alarms} -> {out}")
 
 
 @app.command()
@@ -303,15 +286,13 @@ def bench(
     except KeyboardInterrupt:
         typer.echo(f"stopped: {len(store.cells())} finished cells are in {out}; the same command goes on", err=True)
         raise typer.Exit(130) from None
-    if not ranks_of(group).first:
+    if json or not ranks_of(group).first:
         return
     for name, found in by_experiment(records).items():
-        if not json:
-            typer.echo(f"{name}\n\n{markdown(found)}\n")
-    if not json:
-        if profile:
-            typer.echo(f"{time_table(records)}\n")
-        typer.echo(f"{len(records)} records of {experiment} are in {store.path}")
+        typer.echo(f"{name}\n\n{markdown(found)}\n")
+    if profile:
+        typer.echo(f"{time_table(records)}\n")
+    typer.echo(f"{len(records)} records of {experiment} are in {store.path}")
 
 
 @app.command()
@@ -421,6 +402,32 @@ def _source(classifier: Any, source: str | None, clean: Path | None, size: int |
     if clean is not None:
         return mgtta.source_statistics(classifier, stream(_open(clean, classifier, size), first=1000))
     raise ValueError("source statistics are needed: --source FILE, or --clean FOLDER of clean images")
+
+
+@contextmanager
+def _written(
+    out: Path, names: Any, classes: list[str] | None, ranks: Any, run: Any, title: str, batches: int
+) -> Iterator[Callable[..., None]]:
+    """What `evaluate` calls after each batch: predictions are written, to the run's file if there is a run, and a bar
+    moves along."""
+    from mgtta.bars import progress_bar
+    from mgtta.predictions import PredictionWriter, format_of, prediction_file
+
+    place: Any = (
+        prediction_file(out, names, classes, ranks)
+        if run is None
+        else nullcontext(PredictionWriter(run.file, format_of(out), names, classes, ranks))
+    )
+    with progress_bar(transient=True, disable=not ranks.first) as progress, place as file:
+        task = progress.add_task(title, total=batches, completed=0 if run is None else run.position)
+
+        def on_batch(record: Any, batch: Any, logits: Any) -> None:
+            file.write(batch, logits)
+            if run is not None:
+                run.note(record, batch)
+            progress.advance(task)
+
+        yield on_batch
 
 
 def _hash(names: list[str]) -> str:

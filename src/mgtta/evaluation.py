@@ -5,6 +5,7 @@ import resource
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ class Record:
     images: int = 0
     labelled: int = 0
     batches: int = 0
-    updates: int = 0
-    skipped: int = 0
+    updates: int = 0  # at the domain's end
+    skipped: int = 0  # at the domain's end
     seconds: float = 0.0  # in the method, predicting and adapting; on a GPU, true with evaluate's `timing` alone
     predict_seconds: float = 0.0  # of these, until the network has given its first logits of each batch
     adapt_seconds: float = 0.0  # and the rest
@@ -64,43 +65,41 @@ def evaluate(
     Args:
         reset: "domain", before each domain; or "never": goes on from where the method stands, the continual
             setting.
-        on_batch: called after each batch with the record as it stands, the batch and its logits.
+        on_batch: called after each batch with the record as it stands, the batch and its logits. How many updates
+            there were, the record tells at the domain's end, and the method at any time, waiting for a GPU.
         timing: wait for the GPU at each reading of the clock, so that times are true; a little slower.
     """
     if reset not in RESETS:
         raise unknown("reset", reset, RESETS)
+    records = []
     with _Clock(method, timing) as clock:
-        return _evaluate(method, stream, reset, on_batch, clock)
-
-
-def _evaluate(
-    method: Method,
-    stream: Iterable[Any],
-    reset: str,
-    on_batch: Callable[[Record, Any, Tensor], None] | None,
-    clock: "_Clock",
-) -> list[Record]:
-    records: list[Record] = []
-    for batch in stream:
-        if not records or records[-1].domain != batch.domain:
-            if records:
-                _note_memory(records[-1], method)
+        for domain, batches in groupby(stream, key=lambda batch: batch.domain):
             if reset == "domain":
                 method.reset()
-            records.append(Record(method.name, batch.domain))
-            hits5 = left = left_hits = 0
-            before = method.updates, method.skipped, len(method.events)
-            if torch.cuda.is_available():
-                torch.cuda.reset_peak_memory_stats()
-        record = records[-1]
+            records.append(_evaluate_domain(method, domain, batches, on_batch, clock))
+    return records
+
+
+def _evaluate_domain(
+    method: Method,
+    domain: str,
+    batches: Iterable[Any],
+    on_batch: Callable[[Record, Any, Tensor], None] | None,
+    clock: "_Clock",
+) -> Record:
+    record = Record(method.name, domain)
+    hits5 = left = left_hits = 0
+    before, events = (method.updates, method.skipped), len(method.events)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    for batch in batches:
         spent = method.spent
         logits, predicting, adapting = clock(batch.x)
         images, labelled, hits, best5, *bins = method.ranks.total(_counts(logits, batch.y))
         record.images += int(images)
         record.batches += 1
         record.sizes.append(int(images))
-        record.updates, record.skipped = method.updates - before[0], method.skipped - before[1]
-        record.events = list(method.events[before[2] :])
+        record.events = list(method.events[events:])
         add("predicting", predicting)
         add("adapting", adapting)
         record.predict_seconds += predicting
@@ -120,9 +119,9 @@ def _evaluate(
                 record.remaining = 100 * left_hits / left
         if on_batch is not None:
             on_batch(record, batch, logits)
-    if records:
-        _note_memory(records[-1], method)
-    return records
+    record.updates, record.skipped = method.updates - before[0], method.skipped - before[1]  # waits for a GPU
+    _note_memory(record, method)
+    return record
 
 
 def _note_memory(record: Record, method: Method) -> None:

@@ -68,17 +68,8 @@ def meta_train(
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
     model = as_classifier(model)
-    trainer = _Trainer(
-        model,
-        source,
-        images,
-        _start(generator, hidden_size, memory, seed),
-        batch_size,
-        lr,
-        outer_lr,
-        trade_off,
-        seed,
-    )
+    start = _start(generator, hidden_size, memory, seed)
+    trainer = _Trainer(model, source, images, start, batch_size, lr, outer_lr, trade_off, seed)
     protocol = {
         "model": model.name,
         "fingerprint": trainer.fingerprint,
@@ -107,18 +98,7 @@ def meta_train(
             bar.update(task, description=f"training the generator (best {best['score']:.4g} at {best['step']})")
             if checkpoint is not None:
                 trainer.save(checkpoint, protocol)
-    if not trainer.best:
-        raise ValueError("no image gave a finite objective: give uint8 pixels, or finite floats in [0, 1]")
-    result = copy.deepcopy(trainer.generator).requires_grad_(True)
-    result.load_state_dict(trainer.best["weights"])
-    result.about = {
-        "training": protocol,
-        "best": {"step": trainer.best["step"], "score": trainer.best["score"]},
-        "scores": trainer.scores,
-        "skipped": trainer.skipped,
-        "versions": {"mgtta": __version__, "torch": torch.__version__},
-    }
-    return result
+    return trainer.result(protocol)
 
 
 class _Trainer:
@@ -230,6 +210,21 @@ class _Trainer:
         if score > self.best.get("score", -float("inf")):  # never where it is not a number
             weights = {name: t.detach().clone() for name, t in self.generator.state_dict().items()}
             self.best = {"score": score, "step": self.step, "weights": weights}
+
+    def result(self, protocol: dict[str, Any]) -> MetaGradientGenerator:
+        """The generator that did best, and how it came about."""
+        if not self.best:
+            raise ValueError("no image gave a finite objective: give uint8 pixels, or finite floats in [0, 1]")
+        found = copy.deepcopy(self.generator).requires_grad_(True)
+        found.load_state_dict(self.best["weights"])
+        found.about = {
+            "training": protocol,
+            "best": {"step": self.best["step"], "score": self.best["score"]},
+            "scores": self.scores,
+            "skipped": self.skipped,
+            "versions": {"mgtta": __version__, "torch": torch.__version__},
+        }
+        return found
 
     def save(self, path: str | os.PathLike, protocol: dict[str, Any]) -> None:
         state = {

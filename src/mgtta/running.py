@@ -6,7 +6,7 @@ goes on from there bit for bit. Both are on the disk before the state names them
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,10 @@ class Totals:
             self.skipped + record.skipped,
         )
 
+    def __str__(self) -> str:
+        accuracy = f", {100 * self.right / self.labelled:.1f} % right" if self.labelled else ""
+        return f"{self.images} images{accuracy}; {self.updates} updates, {self.skipped} skipped"
+
 
 class Run:
     """Predictions of a data set in order, kept from batch to batch in `path`, and gone on from where that exists.
@@ -98,14 +102,27 @@ class Run:
             offset, digest = run["offset"], run["digest"]
             for i, reason in run["unreadable"]:
                 images.skip(i, reason)
-        self.totals = self.before
+        self.start = method.updates, method.skipped
+        self.record = Record(method.name, "")  # of the batches since, which `evaluate` goes on with
         self.file: Any = (
             GrowingFile(out, offset, digest, finished=self.finished) if self.ranks.first else open(os.devnull, "w")  # noqa: SIM115
         )
 
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    @property
+    def totals(self) -> Totals:
+        """Up to now; the method says how many updates it made, since a record does so at a domain's end alone."""
+        updates, skipped = self.method.updates - self.start[0], self.method.skipped - self.start[1]
+        return self.before.plus(replace(self.record, updates=updates, skipped=skipped))
+
     def note(self, record: Record, batch: Any) -> None:
         """Called after each batch and its predictions; saves now and then."""
-        self.totals = self.before.plus(record)
+        self.record = record
         if len(batch.index):  # the data set's order is the stream's; a rank's share of a batch may be empty
             self.position = int(batch.index[-1]) // self.batch_size + 1
         if record.batches % self.every == 0:
