@@ -53,9 +53,9 @@ def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 @cache
 def multiplies_float8(device: torch.device) -> bool:
     """Whether it can, with a scale for each row and column: not every GPU that has 8-bit floats does."""
-    ones = torch.ones(16, 16, device=device)
+    square, row = torch.ones(32, 32, device=device), torch.ones(1, 32, device=device)
     try:
-        _product(ones.to(FLOAT8), ones[:, :1], ones.to(FLOAT8).t(), ones[:1], torch.bfloat16)
+        _product(square.to(FLOAT8), row.view(32, 1), square.to(FLOAT8).t(), row, torch.bfloat16)
     except (RuntimeError, TypeError):
         return False
     return True
