@@ -149,6 +149,7 @@ def measure(contenders: list[Contender], rounds: int, device: str) -> list[dict[
     _precise(False)
     for row, found in zip(rows, times, strict=True):
         row.update(seconds=statistics.median(found), least=min(found))
+        print({key: row[key] for key in ("name", "precision", "seconds", "peak")}, file=sys.stderr)
     return rows
 
 
