@@ -1,12 +1,13 @@
 """The Meta Gradient Generator and its Gradient Memory Layer (arXiv 2412.16901, Eqs. 3-6).
 
 Pure: `update, memory = generator(inputs, memory)`. Every line works on each coordinate of theta by itself and
-batches over all of them; no coordinate sees another.
+batches over all of them; no coordinate sees another. Tensors have a row for each coordinate, and are quickest where the
+rows lie side by side in memory, number by number (strides (1, n)): so arithmetic runs along the coordinates.
 
 Notation    z  inputs: normalised momentum and gradient, (n, 2)
             W, b  a coordinate's memory: one linear layer, (n, d, d) and (n, d); packed as (n, d*d + d)
             f(x; W, b) = x + LN(x W + b)
-Shapes      n coordinates of theta, d hidden size
+Shapes      n coordinates of theta, d hidden size; within the memory layer transposed, (d, n) and (d, d, n)
 """
 
 from pathlib import Path
@@ -45,25 +46,19 @@ class GradientMemory(nn.Module):
         return torch.cat([self.W.flatten(), self.b]).expand(n, -1)  # (n, d*d + d)
 
     def forward(self, z: Tensor, q: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        n, d = q.shape
-        W, b = memory[:, : d * d].view(n, d, d), memory[:, d * d :]
-        k, v = self.k_proj(z), self.v_proj(z)
-        u = _apply(k, W, b)
-        error = k + self.norm(u) - v  # d loss / d f, with loss = |f(k) - v|^2 / 2           Eq. 3
-        du = self._norm_backward(u, error)
+        d, columns, q = self.hidden_size, memory.t(), q.t()
+        W, b = columns[: d * d].unflatten(0, (d, d)), columns[d * d :]  # (d, d, n), (d, n)
+        k, v = columnwise(self.k_proj, z).t(), columnwise(self.v_proj, z).t()
+        x, scale = _standardised(_read(k, W, b))
+        error = k + _scaled(x, self.norm) - v  # d loss / d f, with loss = |f(k) - v|^2 / 2           Eq. 3
+        g = error * self.norm.weight.unsqueeze(1)
+        du = scale * (g - g.mean(0) - x * (g * x).mean(0))  # d loss / d (k W + b); so that phi's gradient flows
         eta = (1 + self.lr_scale).clamp(min=0) * torch.sigmoid(z @ self.lr_weight + self.lr_bias) / d  # Eq. 5
-        step = eta.unsqueeze(-1) * du  # (n, d)
-        W = W - k.unsqueeze(-1) * step.unsqueeze(-2)  # Eq. 4; d loss / d W = k^T du
+        step = eta * du
+        W = W - k.unsqueeze(1) * step  # Eq. 4; d loss / d W = k^T du
         b = b - step
-        return q + self.norm(_apply(q, W, b)), torch.cat([W.flatten(1), b], dim=1)
-
-    def _norm_backward(self, u: Tensor, error: Tensor) -> Tensor:
-        """d loss / d u, where the loss sees u through LN; written out so that phi's gradient flows through it."""
-        centred = u - u.mean(-1, keepdim=True)
-        scale = (centred.square().mean(-1, keepdim=True) + EPS).rsqrt()
-        x = centred * scale
-        g = error * self.norm.weight
-        return scale * (g - g.mean(-1, keepdim=True) - x * (g * x).mean(-1, keepdim=True))
+        hidden = q + _scaled(_standardised(_read(q, W, b))[0], self.norm)
+        return hidden.t(), torch.cat([W.flatten(0, 1), b]).t()
 
 
 class LSTMMemory(nn.Module):
@@ -137,8 +132,9 @@ class MetaGradientGenerator(
                 f"generator of hidden size {self.hidden_size}: ({n}, {self.memory.width}) is needed; "
                 "init_memory(n) makes a fresh one"
             )
-        hidden, memory = self.memory(inputs, self.q_proj(inputs), memory)
-        update = torch.tanh(self.o_proj(self.post_norm(hidden))).squeeze(-1)  # Eq. 6
+        inputs, memory = (x.t().contiguous().t() for x in (inputs, memory))  # sums round by how their numbers lie
+        hidden, memory = self.memory(inputs, columnwise(self.q_proj, inputs), memory)
+        update = torch.tanh(columnwise(self.o_proj, normed(self.post_norm, hidden))).squeeze(-1)  # Eq. 6
         return update, memory
 
     def _save_pretrained(self, save_directory: Path) -> None:
@@ -146,8 +142,27 @@ class MetaGradientGenerator(
         super()._save_pretrained(save_directory)
 
 
-def _apply(x: Tensor, W: Tensor, b: Tensor) -> Tensor:
-    """x W + b with a layer of its own for each coordinate: (n, d), (n, d, d), (n, d) -> (n, d)."""
-    if torch.compiler.is_compiling():  # sums that fuse with what stands around them
-        return (x.unsqueeze(-1) * W).sum(1) + b
-    return torch.baddbmm(b.unsqueeze(1), x.unsqueeze(1), W).squeeze(1)
+def columnwise(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The layer, which has no bias, of x (n, inputs): (n, d), in memory number by number."""
+    return (layer.weight @ x.t()).t()
+
+
+def normed(layer: nn.LayerNorm, x: Tensor) -> Tensor:
+    """LN of x (n, d), in memory number by number."""
+    return _scaled(_standardised(x.t())[0], layer).t()
+
+
+def _read(x: Tensor, W: Tensor, b: Tensor) -> Tensor:
+    """x W + b with a layer of its own for each coordinate: (d, n), (d, d, n), (d, n) -> (d, n)."""
+    return (x.unsqueeze(1) * W).sum(0) + b
+
+
+def _standardised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each coordinate's d numbers with mean 0 and variance 1, (d, n); and 1 / their standard deviation, (n,)."""
+    centred = x - x.mean(0)
+    scale = (centred.square().mean(0) + EPS).rsqrt()
+    return centred * scale, scale
+
+
+def _scaled(x: Tensor, layer: nn.LayerNorm) -> Tensor:
+    return x * layer.weight.unsqueeze(1) + layer.bias.unsqueeze(1)

@@ -66,8 +66,10 @@ class FlatStep:
         like = self.theta
         generator: Any = getattr(optimizer, "generator", None)
         self.generator: Any = generator and generator.to(like)
-        widths = [(generator.memory.width,) if name == "memory" else () for name in self.names]
-        self.state = [like.new_empty(len(like), *width) for width in widths]  # (n,), the memory (n, width)
+        self.state = [  # (n,); the memory (n, width), as the generator likes it
+            like.new_empty(generator.memory.width, len(like)).t() if name == "memory" else torch.empty_like(like)
+            for name in self.names
+        ]
         self.views = [  # of each parameter
             {name: part.view_as(p) if part.ndim == 1 else part for name, part in zip(self.names, parts, strict=True)}
             for p, *parts in zip(params, *(s.split(self.sizes) for s in self.state), strict=True)

@@ -31,7 +31,7 @@ def generator_inputs(
     m_hat = exp_avg / (1 - betas[0] ** (step + 1))
     v_hat = exp_avg_sq / (1 - betas[1] ** (step + 1))
     denominator = v_hat.sqrt() + eps
-    return torch.stack([m_hat / denominator, grad / denominator], dim=1), exp_avg, exp_avg_sq
+    return torch.stack([m_hat / denominator, grad / denominator]).t(), exp_avg, exp_avg_sq
 
 
 class MGG(Optimizer):
@@ -130,8 +130,8 @@ class MGG(Optimizer):
         flat, views = self._laid_out.get(id(params[0]), ([], []))
         found = [state[name] for state in states for name in PER_COORDINATE]
         if len(found) != len(views) or any(a is not b for a, b in zip(found, views, strict=True)):
-            flat = [torch.cat([s[name].flatten() for s in states]) for name in PER_COORDINATE]
-            flat[2] = flat[2].view(sum(sizes), -1)
+            flat = [torch.cat([s[name].flatten() for s in states]) for name in PER_COORDINATE[:2]]
+            flat.append(torch.cat([s["memory"].t() for s in states], 1).t())  # as the generator likes it
             for tensor, name in zip(flat, PER_COORDINATE, strict=True):
                 for state, part in zip(states, tensor.split(sizes), strict=True):
                     state[name] = part.view_as(state[name])
