@@ -55,7 +55,7 @@ class GradientMemory(nn.Module):
         du = scale * (g - g.mean(0) - x * (g * x).mean(0))  # d loss / d (k W + b); so that phi's gradient flows
         eta = (1 + self.lr_scale).clamp(min=0) * torch.sigmoid(z @ self.lr_weight + self.lr_bias) / d  # Eq. 5
         step = eta * du
-        W = W - k.unsqueeze(1) * step  # Eq. 4; d loss / d W = k^T du
+        W = torch.addcmul(W, k.unsqueeze(1), step, value=-1)  # Eq. 4; d loss / d W = k^T du
         b = b - step
         hidden = q + _scaled(_standardised(_read(q, W, b))[0], self.norm)
         return hidden.t(), torch.cat([W.flatten(0, 1), b]).t()
@@ -153,8 +153,13 @@ def normed(layer: nn.LayerNorm, x: Tensor) -> Tensor:
 
 
 def _read(x: Tensor, W: Tensor, b: Tensor) -> Tensor:
-    """x W + b with a layer of its own for each coordinate: (d, n), (d, d, n), (d, n) -> (d, n)."""
-    return (x.unsqueeze(1) * W).sum(0) + b
+    """x W + b with a layer of its own for each coordinate: (d, n), (d, d, n), (d, n) -> (d, n).
+
+    Number by number, so that nothing of W's size is made.
+    """
+    for number, weights in zip(x, W, strict=True):
+        b = torch.addcmul(b, number, weights)
+    return b
 
 
 def _standardised(x: Tensor) -> tuple[Tensor, Tensor]:
