@@ -460,9 +460,8 @@ def main() -> None:
             "torch": torch.__version__,
             "took": time.perf_counter() - began,
         }
-        key = {"step": f"step {args.model} {args.batch} {args.device}", "growth": f"growth {args.device}"}.get(
-            part, part
-        )
+        which = {"step": f" {args.model} {args.batch} {args.device}", "growth": f" {args.device}"}
+        key = part + which.get(part, "")
         result[key] = {**about, **found}
         print(f"{part}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
         if file is not None:  # after each part, in case the next one does not end well
@@ -471,7 +470,7 @@ def main() -> None:
             with atomic(args.out / "speed.md") as path:
                 path.write_text(page(result))
             if part == "growth":
-                plot(found | about, args.out / f"growth_{args.device}.svg")
+                plot(result[key], args.out / f"growth_{args.device}.svg")
     if file is None:
         print(page(result))
     if failed:

@@ -48,7 +48,7 @@ class GradientMemory(nn.Module):
     def forward(self, z: Tensor, q: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         d, columns, q = self.hidden_size, memory.t(), q.t()
         W, b = columns[: d * d].unflatten(0, (d, d)), columns[d * d :]  # (d, d, n), (d, n)
-        k, v = columnwise(self.k_proj, z).t(), columnwise(self.v_proj, z).t()
+        k, v = _columnwise(self.k_proj, z).t(), _columnwise(self.v_proj, z).t()
         x, scale = _standardised(_read(k, W, b))
         error = k + _scaled(x, self.norm) - v  # d loss / d f, with loss = |f(k) - v|^2 / 2           Eq. 3
         g = error * self.norm.weight.unsqueeze(1)
@@ -57,7 +57,7 @@ class GradientMemory(nn.Module):
         step = eta * du
         W = torch.addcmul(W, k.unsqueeze(1), step, value=-1)  # Eq. 4; d loss / d W = k^T du
         b = b - step
-        hidden = q + _scaled(_standardised(_read(q, W, b))[0], self.norm)
+        hidden = q + _normed(_read(q, W, b), self.norm)
         return hidden.t(), torch.cat([W.flatten(0, 1), b]).t()
 
 
@@ -133,8 +133,8 @@ class MetaGradientGenerator(
                 "init_memory(n) makes a fresh one"
             )
         inputs, memory = (x.t().contiguous().t() for x in (inputs, memory))  # sums round by how their numbers lie
-        hidden, memory = self.memory(inputs, columnwise(self.q_proj, inputs), memory)
-        update = torch.tanh(columnwise(self.o_proj, normed(self.post_norm, hidden))).squeeze(-1)  # Eq. 6
+        hidden, memory = self.memory(inputs, _columnwise(self.q_proj, inputs), memory)
+        update = torch.tanh(_columnwise(self.o_proj, _normed(hidden.t(), self.post_norm).t())).squeeze(-1)  # Eq. 6
         return update, memory
 
     def _save_pretrained(self, save_directory: Path) -> None:
@@ -142,14 +142,9 @@ class MetaGradientGenerator(
         super()._save_pretrained(save_directory)
 
 
-def columnwise(layer: nn.Linear, x: Tensor) -> Tensor:
+def _columnwise(layer: nn.Linear, x: Tensor) -> Tensor:
     """The layer, which has no bias, of x (n, inputs): (n, d), in memory number by number."""
     return (layer.weight @ x.t()).t()
-
-
-def normed(layer: nn.LayerNorm, x: Tensor) -> Tensor:
-    """LN of x (n, d), in memory number by number."""
-    return _scaled(_standardised(x.t())[0], layer).t()
 
 
 def _read(x: Tensor, W: Tensor, b: Tensor) -> Tensor:
@@ -167,6 +162,11 @@ def _standardised(x: Tensor) -> tuple[Tensor, Tensor]:
     centred = x - x.mean(0)
     scale = (centred.square().mean(0) + EPS).rsqrt()
     return centred * scale, scale
+
+
+def _normed(x: Tensor, layer: nn.LayerNorm) -> Tensor:
+    """LN of each coordinate's d numbers, (d, n)."""
+    return _scaled(_standardised(x)[0], layer)
 
 
 def _scaled(x: Tensor, layer: nn.LayerNorm) -> Tensor:
