@@ -9,11 +9,11 @@ growth    time and memory against batch size, model and the generator's hidden s
 data      images a second that the loader gives from JPEG tars, against its number of worker processes
 accuracy  DeiT-Tiny on ImageNet under the 15 corruptions: the fast path against float32, schedule="auto" against always
 
-Weights are random where the package ships none: they don't change the work. The contenders take turns, batch by batch,
-in an order drawn anew for each round; a figure is the median over rounds, after each has been warmed up. On a CPU it is
-one thread's CPU time; on a GPU, wall time between two waits for it. Memory is what a contender adds to what was there
-before it, weights included: the peak of what torch has allocated, within CUDA graphs too. `--quick` does all of it
-small.
+Weights are random where the package ships none: they don't change the work. The contenders take turns in an order drawn
+anew for each round; a figure is the median over rounds, after each has been warmed up. On a CPU a turn is a batch, and
+its time one thread's CPU time; on a GPU it is a few batches in a row, as a stream brings them, and a batch's time its
+part of the wall time between two waits for the GPU. Memory is what a contender adds to what was there before it,
+weights included: the peak of what torch has allocated, within CUDA graphs too. `--quick` does all of it small.
 
 The parts' figures go to OUT/speed.json, from which OUT/speed.md and the plots of growth are written.
 """
@@ -55,6 +55,7 @@ from mgtta.shipped import shipped
 from mgtta.vit import ViT
 
 MODELS = ("deit_tiny_patch16_224", "deit_small_patch16_224", "vit_base_patch16_224", "vit_large_patch16_224")
+TURN = 5  # batches that a contender takes on a GPU before another does
 SMALL = ("test_vit", "test_vit2", "test_vit", "test_vit2")  # with --quick, in their place
 
 
@@ -138,14 +139,15 @@ def measure(contenders: list[Contender], rounds: int, device: str) -> list[dict[
         row["graphs hold"] = contender.graph_bytes(True)
         rows.append({**row, "ready": time.perf_counter() - began})
         print(f"{contender.name} {contender.precision}: ready after {rows[-1]['ready']:.0f} s", file=sys.stderr)
-    now, times = clock(device), [[] for _ in contenders]
+    now, times, batches = clock(device), [[] for _ in contenders], TURN if device == "cuda" else 1
     turns, order = list(zip(contenders, steps, times, strict=True)), random.Random(0)
     for _ in range(rounds):
         for contender, step, found in order.sample(turns, len(turns)):
             _precise(contender.tf32)
             start = now()
-            step()
-            found.append(now() - start)
+            for _ in range(batches):
+                step()
+            found.append((now() - start) / batches)
     _precise(False)
     for row, found in zip(rows, times, strict=True):
         row.update(seconds=statistics.median(found), least=min(found))

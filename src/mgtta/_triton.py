@@ -6,4 +6,9 @@ try:
 except ImportError:  # torch for the CPU comes without it
     triton = tl = None
 
-__all__ = ["tl", "triton"]
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # nor do versions before 3.4 have it
+    TensorDescriptor = None
+
+__all__ = ["TensorDescriptor", "tl", "triton"]

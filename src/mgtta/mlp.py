@@ -1,7 +1,8 @@
 """The frozen MLP of a transformer's block: y = GELU(h W1^T + b1) W2^T + b2.
 
 The way back needs GELU's slope alone, which is kept in 8 bits. GELU overwrites its input: a kernel (Triton, for a GPU)
-with a plain twin. On request the products of the way back, too, are those of 8-bit floats.
+with a plain twin. On the way back one kernel multiplies by W2 and by the slope, where a GPU is a Hopper; elsewhere they
+are two. On request the products of the way back, too, are those of 8-bit floats.
 
 Notation    GELU(x) = x Phi(x), Phi the normal distribution; its slope D = Phi(x) + x phi(x) lies in [-0.129, 1.129]
             Phi by Abramowitz and Stegun, 7.1.26, to 1.5e-7
@@ -9,6 +10,7 @@ Notation    GELU(x) = x Phi(x), Phi the normal distribution; its slope D = Phi(x
             8-bit floats have a scale for each row of a gradient and each column of a weight. A row of g is scaled by
             its largest value. |(g W2)_ij| <= |g_i| |column j of W2|, by Cauchy and Schwarz, which scales a row of G
             before it is there, so that it needs no pass of its own.
+Shapes      M rows, the tokens of all images; d features, hidden ones between the layers
 """
 
 import math
@@ -19,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mgtta._triton import tl, triton
+from mgtta._triton import TensorDescriptor, tl, triton
 
 LOWEST, STEPS = -0.13, 202.0  # of the slope, as it is kept
 BLOCK = 1024  # values that a program of GELU's kernel takes
@@ -89,26 +91,50 @@ class _MLP(torch.autograd.Function):
         slope, *weights = ctx.saved_tensors
         if len(weights) == 2:
             w1, w2 = weights
-            return _times_slope(grad @ w2, slope).to(grad.dtype) @ w1, *[None] * 5
+            return _sloped_product(grad, w2, slope) @ w1, *[None] * 5
         return float8_backward(grad, slope, Float8Weights(*weights)), *[None] * (5 + len(weights))
 
 
 def float8_backward(grad: Tensor, slope: Tensor, weights: Float8Weights) -> Tensor:
     """dL/dh from g and the slope that was kept, by products of 8-bit floats."""
     kernel = grad.is_cuda and triton is not None
-    g, scale, later_scale, inverse = (_scaled_rows if kernel else plain_scaled_rows)(grad.contiguous(), weights.reach)
-    later = _product(g, scale, weights.second, weights.second_scale, grad.dtype)
-    later = (_times_slope(later, slope) * inverse).to(FLOAT8)
-    return _product(later, later_scale, weights.first, weights.first_scale, grad.dtype)
+    g, ratio, scale = (_scaled_rows if kernel else plain_scaled_rows)(grad.contiguous(), weights.reach)
+    later = _sloped_product(g, weights.second, slope, ratio, weights.second_scale)
+    return _product(later, scale, weights.first, weights.first_scale, grad.dtype)
 
 
-def plain_scaled_rows(grad: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """g in 8 bits; the scales of its rows; those of the rows of G; and 1 / the latter."""
+def plain_scaled_rows(grad: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """g in 8 bits; the scales of its rows over those of the rows of G; and the latter."""
     g = grad.float()
     scale = g.abs().amax(-1, keepdim=True).clamp_min(TINY) / LARGEST
     g = g / scale
-    later_scale = g.square().sum(-1, keepdim=True).sqrt().clamp_min(1.0) * scale * reach
-    return g.to(FLOAT8), scale, later_scale, 1 / later_scale
+    growth = g.square().sum(-1, keepdim=True).sqrt().clamp_min(1.0) * reach
+    return g.to(FLOAT8), 1 / growth, growth * scale
+
+
+def _sloped_product(
+    grad: Tensor, weight: Tensor, slope: Tensor, rows: Tensor | None = None, columns: Tensor | None = None
+) -> Tensor:
+    """(g W2) * D in the dtype of g, where rows and columns scale the product if g and W2 are 8-bit floats."""
+    if slope.is_cuda and TensorDescriptor is not None and _fuses(slope.device, *weight.shape):
+        return sloped_product(grad, weight, slope, rows, columns)
+    return plain_sloped_product(grad, weight, slope, rows, columns)
+
+
+def _fuses(device: torch.device, d: int, hidden: int) -> bool:
+    """Whether the kernel is for it: it is tuned to a Hopper, which fetches rows of 16 bytes and their multiples."""
+    return torch.cuda.get_device_capability(device)[0] == 9 and d % 16 == 0 and hidden % 16 == 0
+
+
+def plain_sloped_product(
+    grad: Tensor, weight: Tensor, slope: Tensor, rows: Tensor | None, columns: Tensor | None
+) -> Tensor:
+    """The same, one after the other."""
+    if rows is None or columns is None:
+        product = grad @ weight
+    else:
+        product = _product(grad, rows, weight, columns, torch.bfloat16 if grad.is_cuda else torch.float32)
+    return (product.float() * (slope.float() * (1 / STEPS) + LOWEST)).to(grad.dtype)
 
 
 def _product(a: Tensor, rows: Tensor, b: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
@@ -117,10 +143,6 @@ def _product(a: Tensor, rows: Tensor, b: Tensor, columns: Tensor, dtype: torch.d
         return ((a.float() * rows) @ (b.float() * columns)).to(dtype)
     found = torch._scaled_mm(a.flatten(0, -2), b, rows.flatten(0, -2), columns, out_dtype=dtype, use_fast_accum=True)
     return found.view(*a.shape[:-1], -1)
-
-
-def _times_slope(grad: Tensor, slope: Tensor) -> Tensor:
-    return grad.float() * (slope.float() * (1 / STEPS) + LOWEST)
 
 
 @torch.library.custom_op("mgtta::gelu_and_slope", mutates_args=())
@@ -139,6 +161,31 @@ def gelu_and_slope(h: Tensor, weight: Tensor, bias: Tensor | None, sloped: bool)
 def _(h: Tensor, weight: Tensor, bias: Tensor | None, sloped: bool) -> tuple[Tensor, Tensor]:
     y = h.new_empty(*h.shape[:-1], len(weight))
     return y, y.new_empty(y.shape if sloped else 0, dtype=torch.uint8)
+
+
+@torch.library.custom_op("mgtta::sloped_product", mutates_args=())
+def sloped_product(grad: Tensor, weight: Tensor, slope: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
+    """plain_sloped_product in one kernel. An 8-bit weight lies column by column in memory, any other row by row."""
+    d, hidden = weight.shape
+    found, eight = torch.empty_like(slope, dtype=grad.dtype), rows is not None
+    tall, wide, deep, stages = (128, 128, 128, 3) if eight else (128, 128, 64, 2)
+    blocks = triton.cdiv(slope.numel() // hidden, tall) * triton.cdiv(hidden, wide)
+    _sloped_kernel[(blocks,)](
+        TensorDescriptor.from_tensor(grad.reshape(-1, d), [tall, deep]),
+        TensorDescriptor.from_tensor(weight.t(), [wide, deep])
+        if eight
+        else TensorDescriptor.from_tensor(weight, [deep, wide]),
+        TensorDescriptor.from_tensor(slope.view(-1, hidden), [tall, wide]),
+        TensorDescriptor.from_tensor(found.view(-1, hidden), [tall, wide]),
+        rows, columns, slope.numel() // hidden, hidden, d,
+        eight, LOWEST, STEPS, tall, wide, deep, stages, num_warps=4,
+    )  # fmt: skip
+    return found
+
+
+@sloped_product.register_fake
+def _(grad: Tensor, weight: Tensor, slope: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
+    return torch.empty_like(slope, dtype=grad.dtype)
 
 
 def plain_gelu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,8 +226,29 @@ if triton is not None:
             tl.store(slope + at, kept.to(tl.uint8), mask=inside)
 
     @triton.jit
+    def _sloped_kernel(
+        grad, weight, slope, out, row_scales, column_scales, m, n, k,
+        eight: tl.constexpr, lowest: tl.constexpr, steps: tl.constexpr,
+        M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
+    ):  # fmt: skip
+        across = tl.cdiv(n, N)
+        i, j = (tl.program_id(0) // across) * M, (tl.program_id(0) % across) * N
+        product = tl.zeros((M, N), dtype=tl.float32)
+        for at in tl.range(0, k, K, num_stages=STAGES):
+            if eight:
+                product = tl.dot(grad.load([i, at]), weight.load([j, at]).T, product)
+            else:
+                product = tl.dot(grad.load([i, at]), weight.load([at, j]), product)
+        if eight:
+            rows, columns = i + tl.arange(0, M), j + tl.arange(0, N)
+            product *= tl.load(row_scales + rows, mask=rows < m, other=0.0)[:, None]
+            product *= tl.load(column_scales + columns, mask=columns < n, other=0.0)[None, :]
+        product *= slope.load([i, j]).to(tl.float32) * (1 / steps) + lowest
+        out.store([i, j], product.to(out.dtype))
+
+    @triton.jit
     def _rows_kernel(
-        grad, reach, g, scale, later_scale, inverse, d: tl.constexpr, largest: tl.constexpr, tiny: tl.constexpr,
+        grad, reach, g, ratio, later_scale, d: tl.constexpr, largest: tl.constexpr, tiny: tl.constexpr,
         BLOCK: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
@@ -189,19 +257,18 @@ if triton is not None:
         x = tl.load(grad + row * d + columns, mask=inside, other=0.0).to(tl.float32)
         s = tl.maximum(tl.max(tl.abs(x), 0), tiny) / largest
         x = x / s
-        later = tl.maximum(tl.sqrt(tl.sum(x * x, 0)), 1.0) * s * tl.load(reach)
+        growth = tl.maximum(tl.sqrt(tl.sum(x * x, 0)), 1.0) * tl.load(reach)
         tl.store(g + row * d + columns, x.to(g.dtype.element_ty), mask=inside)
-        tl.store(scale + row, s)
-        tl.store(later_scale + row, later)
-        tl.store(inverse + row, 1 / later)
+        tl.store(ratio + row, 1 / growth)
+        tl.store(later_scale + row, growth * s)
 
     @torch.library.triton_op("mgtta::scaled_rows", mutates_args={})
-    def _scaled_rows(grad: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _scaled_rows(grad: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         *some, d = grad.shape
         g = torch.empty_like(grad, dtype=FLOAT8)
-        scale, later_scale, inverse = (grad.new_empty((*some, 1), dtype=torch.float32) for _ in range(3))
+        ratio, later_scale = (grad.new_empty((*some, 1), dtype=torch.float32) for _ in range(2))
         torch.library.wrap_triton(_rows_kernel)[(grad.numel() // d,)](
-            grad, reach, g, scale, later_scale, inverse,
+            grad, reach, g, ratio, later_scale,
             d=d, largest=LARGEST, tiny=TINY, BLOCK=triton.next_power_of_2(d), num_warps=2,
         )  # fmt: skip
-        return g, scale, later_scale, inverse
+        return g, ratio, later_scale
