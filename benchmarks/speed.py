@@ -55,6 +55,7 @@ from mgtta.shipped import shipped
 from mgtta.vit import ViT
 
 MODELS = ("deit_tiny_patch16_224", "deit_small_patch16_224", "vit_base_patch16_224", "vit_large_patch16_224")
+ALLOCATION = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("MALLOC_"))
 TURN = 5  # batches that a contender takes on a GPU before another does
 SMALL = ("test_vit", "test_vit2", "test_vit", "test_vit2")  # with --quick, in their place
 
@@ -456,7 +457,7 @@ def main() -> None:
             failed.append(part)
             continue
         about = {
-            "command": shlex.join(["python", "benchmarks/speed.py", *sys.argv[1:]]),
+            "command": shlex.join([*ALLOCATION, "python", "benchmarks/speed.py", *sys.argv[1:]]),
             "where": torch.cuda.get_device_name() if args.device == "cuda" else "CPU, one thread",
             "gpu": args.device == "cuda",
             "torch": torch.__version__,

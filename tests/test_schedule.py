@@ -2,6 +2,7 @@
 
 import copy
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -277,3 +278,26 @@ def test_what_comes_from_a_gpu_is_read_before_the_next_batch():
     assert states[0].keys() == states[1].keys()
     assert torch.equal(states[0].pop("centre"), states[1].pop("centre"))
     assert states[0] == states[1]
+
+
+def test_constants_are_compared_row_by_row(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    import imagenet
+    import schedule as compare
+
+    from mgtta import schedule
+
+    for name in ("BURST", "REST", "SKIP"):  # which a row sets
+        monkeypatch.setattr(schedule, name, getattr(schedule, name))
+    held = imagenet.Held((images(144, seed=3) * 255).byte(), torch.arange(144) % CLASSES)
+    monkeypatch.setattr(imagenet, "deit_tiny", lambda *_: mgtta.load_model(confident_vit()))
+    monkeypatch.setattr(imagenet, "shard", lambda *_: held)
+    always, *_, last = compare.ways()
+    rows = [compare.run(way, tmp_path, tmp_path, "cpu", orders=2) for way in (always, last)]
+    assert rows[0]["share"] == 1
+    assert rows[1]["share"] < 1
+    assert (schedule.BURST, schedule.REST, schedule.SKIP) == tuple(last["constants"])
+    assert all(len(row["top1"]) == 2 and 0 <= min(row["top1"]) for row in rows)
+    said = compare.page({"command": "python ...", "protocol": {"orders": 2}, "rows": rows})
+    assert "| always | 0.001 |" in said
+    assert " ± " in said

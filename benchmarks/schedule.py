@@ -1,0 +1,114 @@
+"""The constants of schedule="auto", on the validation corruptions: DeiT-Tiny, the images for choosing, no reset.
+
+    python benchmarks/schedule.py --data SHARDS --checkpoint DEIT_TINY --jobs 2 --out results
+
+A stream has the four validation corruptions one after another, and all of them once more; each lasts for two passes
+over the images, in two orders, so that a rest has time to pay. Learning always stands beside, at rates for a stream
+without reset. A row is in the file as soon as it has finished; one that is there already, with the same protocol, is
+not run again.
+"""
+
+import json
+import multiprocessing
+import statistics
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import imagenet
+import torch
+from pages import table
+
+import mgtta
+from mgtta import schedule
+from mgtta.data.corruptions import VALIDATION_CORRUPTIONS
+from mgtta.data.streams import Batch, corrupted, stream
+from mgtta.files import atomic
+
+TURNS, PASSES = 2, 2
+LR, LR_ALWAYS = 5e-3, (1e-3, 2e-3)
+GRID = ((3, 16, 1), (4, 16, 1), (5, 32, 1), (5, 32, 2), (6, 32, 2))  # burst, rest, skip
+
+
+def ways() -> list[dict[str, Any]]:
+    """Those compared, the slowest first."""
+    always = [{"lr": lr, "schedule": "always"} for lr in LR_ALWAYS]
+    return [*always, *({"lr": LR, "schedule": "auto", "constants": list(constants)} for constants in GRID)]
+
+
+def batches(part: imagenet.Held, order: int, device: str) -> Iterator[Batch]:
+    for turn in range(TURNS):
+        for corruption in VALIDATION_CORRUPTIONS:
+            for again in range(PASSES):
+                seed = 100 * order + PASSES * turn + again
+                yield from stream(corrupted(part, [corruption]), batch_size=64, seed=seed, device=device)
+
+
+def run(way: dict[str, Any], data: Path, checkpoint: Path, device: str, orders: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    model, shard = imagenet.deit_tiny(checkpoint, device), imagenet.shard(data, 0)
+    if "constants" in way:
+        schedule.BURST, schedule.REST, schedule.SKIP = way["constants"]
+    source = imagenet.source_of(model, shard)
+    method = mgtta.create("mgtta", model, source=source, lr=way["lr"], schedule=way["schedule"])
+    top1, share = [], []
+    for order in range(orders):
+        method.reset()
+        seen, right = 0, 0
+        for count, batch in enumerate(batches(shard.part(imagenet.CHOOSING), order, device), 1):  # noqa: B007
+            right += int((method(batch.x).argmax(1) == batch.y).sum())
+            seen += len(batch.x)
+        top1.append(100 * right / seen)
+        share.append(method.updates / count)
+    return {**way, "top1": top1, "share": statistics.mean(share), "precision": method.precision}
+
+
+def page(found: dict[str, Any]) -> str:
+    rows = []
+    for row in sorted(found["rows"], key=lambda row: -statistics.mean(row["top1"])):
+        constants = map(str, row.get("constants", [""] * 3))
+        top1 = f"{statistics.mean(row['top1']):.2f}"
+        spread = f" ± {statistics.stdev(row['top1']):.2f}" if len(row["top1"]) > 1 else ""
+        rows.append([row["schedule"], f"{row['lr']:g}", *constants, top1 + spread, f"{100 * row['share']:.1f}"])
+    head = ["schedule", "lr", "burst", "rest", "skip", "top-1, %", "batches learned from, %"]
+    return f"""# The schedule's constants
+
+{table(head, rows, right=True)}
+
+Protocol: {json.dumps(found["protocol"])}. In use: burst {schedule.BURST}, rest {schedule.REST}, skip {schedule.SKIP}.
+
+Command: `{found["command"]}`
+"""
+
+
+def main() -> None:
+    parser = imagenet.arguments(__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=1, help="rows at a time, a process and a thread each")
+    parser.add_argument("--orders", type=int, default=1, help="of the images")
+    args = parser.parse_args()
+    protocol = {
+        "corruptions": VALIDATION_CORRUPTIONS, "severity": 5, "images of shard 0": str(imagenet.CHOOSING),
+        "turns": TURNS, "passes": PASSES, "orders": args.orders, "device": args.device, "torch": torch.__version__,
+    }  # fmt: skip
+    command = "python benchmarks/schedule.py --data SHARDS --checkpoint DEIT_TINY"
+    command += f" --jobs {args.jobs} --orders {args.orders} --out results"
+    path = args.out / "schedule.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    if found.get("protocol") != json.loads(json.dumps(protocol)):
+        found = {"command": command, "protocol": protocol, "rows": []}
+    done = [{name: row[name] for name in way} for row in found["rows"] for way in ways() if way.keys() <= row.keys()]
+    left = [way for way in ways() if way not in done]
+    with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
+        given = args.data, args.checkpoint, args.device, args.orders
+        for future in as_completed([pool.submit(run, way, *given) for way in left]):
+            found["rows"].append(future.result())
+            print(found["rows"][-1], flush=True)
+            with atomic(path) as temporary:
+                temporary.write_text(json.dumps(found, indent=1) + "\n")
+            with atomic(args.out / "schedule.md") as temporary:
+                temporary.write_text(page(found))
+
+
+if __name__ == "__main__":
+    main()
