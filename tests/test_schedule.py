@@ -296,8 +296,8 @@ def test_constants_are_compared_row_by_row(monkeypatch, tmp_path):
     rows = [compare.run(way, tmp_path, tmp_path, "cpu", orders=2) for way in (always, last)]
     assert rows[0]["share"] == 1
     assert rows[1]["share"] < 1
-    assert (schedule.BURST, schedule.REST, schedule.SKIP) == tuple(last["constants"])
-    assert all(len(row["top1"]) == 2 and 0 <= min(row["top1"]) for row in rows)
+    assert last["constants"] == [schedule.BURST, schedule.REST, schedule.SKIP]
+    assert all(len(row["top1"]) == 2 and max(row["top1"]) > 0 for row in rows)
     said = compare.page({"command": "python ...", "protocol": {"orders": 2}, "rows": rows})
     assert "| always | 0.001 |" in said
     assert " ± " in said

@@ -139,9 +139,9 @@ class Fast:
         if self.flat is not None or method.optimizer is None:
             return
         adapted = list(method.adapted.values())
-        with torch.enable_grad():
+        with _attention(self._device(method)), torch.enable_grad():
             loss = method.criterion(*self._net(method)(x[:2], _as_it_is))
-        grads = torch.autograd.grad(loss, adapted, allow_unused=True)
+            grads = torch.autograd.grad(loss, adapted, allow_unused=True)
         learned = [p for p, g in zip(adapted, grads, strict=True) if g is not None]
         self.flat = FlatStep(method.optimizer, learned, method.decay)
 
@@ -236,7 +236,6 @@ class _Captured:
         before, held = torch.cuda.memory_allocated(x.device), torch.cuda.memory_reserved(x.device)
         with (
             _compiling(x.device),
-            torch.cuda.device(x.device),
             torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
         ):
             self.logits, self.about = run()
@@ -294,5 +293,10 @@ def _compiling(device: torch.device) -> ExitStack:
     return stack
 
 
-def _attention(device: torch.device) -> Any:
-    return sdpa_kernel(ATTENTION, set_priority=True) if device.type == "cuda" else ExitStack()
+def _attention(device: torch.device) -> ExitStack:
+    """The quickest attention, on a GPU; and that GPU as the current one, where Triton launches its kernels."""
+    stack = ExitStack()
+    if device.type == "cuda":
+        stack.enter_context(torch.cuda.device(device))
+        stack.enter_context(sdpa_kernel(ATTENTION, set_priority=True))
+    return stack
