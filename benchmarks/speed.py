@@ -55,7 +55,7 @@ from mgtta.shipped import shipped
 from mgtta.vit import ViT
 
 MODELS = ("deit_tiny_patch16_224", "deit_small_patch16_224", "vit_base_patch16_224", "vit_large_patch16_224")
-ALLOCATION = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("MALLOC_"))
+TUNED = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("MALLOC_"))  # glibc
 TURN = 5  # batches that a contender takes on a GPU before another does
 SMALL = ("test_vit", "test_vit2", "test_vit", "test_vit2")  # with --quick, in their place
 
@@ -243,9 +243,12 @@ def optimizer_step(model: mgtta.Classifier, way: str, hidden_size: int = 8) -> C
         sound = torch.tensor(True, device=own[0].device)
         if not own[0].is_cuda:
             return lambda: flat.step(grads, sound)
-        captured = _Captured(
-            lambda: (_compiled(_flat_step)(flat, grads, sound), sound, sound)[1:], sound, torch.cuda.graph_pool_handle()
-        )
+
+        def run() -> tuple[Tensor, Tensor]:
+            _compiled(_flat_step)(flat, grads, sound)
+            return sound, sound
+
+        captured = _Captured(run, sound, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
         return lambda: (captured.graph.replay(), flat, grads)  # which the graph reads: they must live as long
 
     return Contender(f"{ALONE}, {way}", make, "fp32")
@@ -457,7 +460,7 @@ def main() -> None:
             failed.append(part)
             continue
         about = {
-            "command": shlex.join([*ALLOCATION, "python", "benchmarks/speed.py", *sys.argv[1:]]),
+            "command": shlex.join([*TUNED, "python", "benchmarks/speed.py", *sys.argv[1:]]),
             "where": torch.cuda.get_device_name() if args.device == "cuda" else "CPU, one thread",
             "gpu": args.device == "cuda",
             "torch": torch.__version__,

@@ -32,7 +32,8 @@ def step_page(part: dict[str, Any]) -> str:
     plain["fp8"] = plain.get("bf16")  # the same forward pass
     lines = []
     for row in rows:
-        alone, base = row["name"].startswith(ALONE), plain.get(row["precision"])
+        alone = row["name"].startswith(ALONE)
+        base = None if alone and gpu else plain.get(row["precision"])  # its own precision is none of the network's
         lines.append(
             [
                 row["name"],
@@ -73,13 +74,12 @@ def _bars(part: dict[str, Any]) -> str:
             "predictions) / NoAdapt, from the medians."
         )
     if low := found.get(("MGTTA, low memory", precision)):
-        lines.append(f"With low memory a step takes {low['seconds'] / whole:.2f} times as long.")
-    if part["gpu"]:
-        held = found["MGTTA", precision]["graphs hold"], found["MGTTA, low memory", precision]["graphs hold"]
-        lines.append(
+        held = found["MGTTA", precision]["graphs hold"], low["graphs hold"]
+        lines += [
+            f"With low memory a step takes {low['seconds'] / whole:.2f} times as long.",
             f"The CUDA graphs of a step and of a prediction have {held[0] / 1e6:,.0f} MB reserved, gaps included; with "
-            f"low memory {held[1] / 1e6:,.0f} MB."
-        )
+            f"low memory {held[1] / 1e6:,.0f} MB.",
+        ]
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -103,8 +103,8 @@ def growth_page(part: dict[str, Any]) -> str:
     sizes = [[str(row["hidden_size"]), f"{row['seconds'] / unit:.{digits + 1}f}"] for row in part["hidden"]]
     measure = "" if gpu else f"\n\nTimes are multiples of NoAdapt's with {cases[0]['model']}."
     return (
-        f"## As work grows\n\n{table(head, lines, right=True)}{measure}\n\n"
-        f"![Time, memory and share](growth_{'cuda' if gpu else 'cpu'}.svg)\n\n"
+        f"## As work grows, {part['where']}\n\n{table(head, lines, right=True)}{measure}\n\n"
+        f"![Growth](growth_{'cuda' if gpu else 'cpu'}.svg)\n\n"
         f"The generator's step for {cases[2]['model']}, by hidden size:\n\n"
         f"{table(['hidden size', 'ms' if gpu else 'time'], sizes, right=True)}"
     )

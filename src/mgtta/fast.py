@@ -47,7 +47,12 @@ def takes(method: Any, precision: str) -> bool:
             raise ValueError(f"precision={precision!r} is not for {method.name}: {reason}; take precision={other!r}")
         return True
     known = reason is None and method.max_seconds is None and ViT.fits(method.model)
-    return known and next(method.model.parameters()).is_cuda and torch.cuda.is_bf16_supported()
+    return known and _has_bfloat16(next(method.model.parameters()).device)
+
+
+def _has_bfloat16(device: torch.device) -> bool:
+    """Whether it is a GPU that computes in bfloat16; older ones emulate it."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def why_not(method: Any, precision: str) -> str | None:
@@ -83,6 +88,7 @@ class Fast:
         self.seen: Counter[Any] = Counter()
         self.graphs: dict[Any, _Captured] = {}
         self.pool: Any = None
+        self.stream: torch.cuda.Stream | None = None  # that graphs are captured on: those of one pool share it
         self.pending, self.known = False, -1  # the updates that `flat` knows of
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Fast":
@@ -139,7 +145,7 @@ class Fast:
         if self.flat is not None or method.optimizer is None:
             return
         adapted = list(method.adapted.values())
-        with _attention(self._device(method)), torch.enable_grad():
+        with _on(self._device(method)), torch.enable_grad():
             loss = method.criterion(*self._net(method)(x[:2], _as_it_is))
             grads = torch.autograd.grad(loss, adapted, allow_unused=True)
         learned = [p for p, g in zip(adapted, grads, strict=True) if g is not None]
@@ -180,7 +186,7 @@ class Fast:
         if key not in self.graphs:
             self.seen[key] += 1
             if device.type != "cuda" or not (now or self.seen[key] > PATIENCE):
-                with _attention(device):
+                with _on(device):
                     return run(method, x, _as_it_is)
             self._lay_out(method, x)
             while len(self.graphs) >= KEPT:
@@ -192,11 +198,11 @@ class Fast:
     def _captured(self, run: Callable[..., Any], method: Any, x: Tensor) -> "_Captured":
         changed = [] if self.flat is None else self.flat.tensors
         before = [t.clone() for t in changed]
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        self.pool, self.stream = self.pool or torch.cuda.graph_pool_handle(), self.stream or torch.cuda.Stream(x.device)
         try:
             if self.compiles:
                 try:
-                    return _Captured(partial(run, method, x, _compiled), x, self.pool)
+                    return _Captured(partial(run, method, x, _compiled), x, self.pool, self.stream)
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as error:  # a compiler fails in any way; without it all works, only slower
@@ -206,7 +212,7 @@ class Fast:
                         "fast path goes on without it",
                         stacklevel=2,
                     )
-            return _Captured(partial(run, method, x, _as_it_is), x, self.pool)
+            return _Captured(partial(run, method, x, _as_it_is), x, self.pool, self.stream)
         finally:
             with torch.no_grad():
                 for t, value in zip(changed, before, strict=True):
@@ -221,26 +227,26 @@ class _Captured:
         held: by which the graphs' common pool has grown for it, gaps between tensors included.
     """
 
-    def __init__(self, run: Callable[[], Any], x: Tensor, pool: Any):
+    def __init__(self, run: Callable[[], Any], x: Tensor, pool: Any, stream: torch.cuda.Stream):
         self.x, self.graph = x, torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(x.device)
-        stream.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(stream), _compiling(x.device):
+        before = torch.cuda.Stream(x.device)
+        before.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(before), _compiling(x.device):
             for _ in range(3):
                 run()
-        torch.cuda.current_stream(x.device).wait_stream(stream)
+        torch.cuda.current_stream(x.device).wait_stream(before)
         torch.cuda.synchronize(x.device)
         _clear_workspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(x.device)
-        before, held = torch.cuda.memory_allocated(x.device), torch.cuda.memory_reserved(x.device)
+        allocated, held = torch.cuda.memory_allocated(x.device), torch.cuda.memory_reserved(x.device)
         with (
             _compiling(x.device),
-            torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
         ):
             self.logits, self.about = run()
         _clear_workspaces()
-        self.bytes = torch.cuda.max_memory_allocated(x.device) - before
+        self.bytes = torch.cuda.max_memory_allocated(x.device) - allocated
         self.held = torch.cuda.memory_reserved(x.device) - held
         torch.cuda.reset_peak_memory_stats(x.device)
 
@@ -289,12 +295,12 @@ def _compiling(device: torch.device) -> ExitStack:
     stack = ExitStack()
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")  # torch's, about itself
-    stack.enter_context(_attention(device))
+    stack.enter_context(_on(device))
     return stack
 
 
-def _attention(device: torch.device) -> ExitStack:
-    """The quickest attention, on a GPU; and that GPU as the current one, where Triton launches its kernels."""
+def _on(device: torch.device) -> ExitStack:
+    """A GPU as the current one, where Triton launches its kernels, and its quickest attention."""
     stack = ExitStack()
     if device.type == "cuda":
         stack.enter_context(torch.cuda.device(device))

@@ -42,7 +42,7 @@ def norm_backward(
     """The gradients of x, weight and bias.
 
     Args:
-        grad: of y, (N, L, d), in which `through` and the gradient of x are, too.
+        grad: of y, (N, L, d), of the dtype of `through` and of the gradient of x.
         z: (N, L, d), in any dtype; scale: (N, L, 1).
         through: what else reaches x, past the layer, (N, L, d).
         tap: what else reaches the y of the first token, (N, d), float32; None: nothing.

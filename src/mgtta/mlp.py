@@ -43,7 +43,8 @@ class Float8Weights(NamedTuple):
 def float8_weights(first: Tensor, second: Tensor) -> Float8Weights:
     """From W1 (hidden, d) and W2 (d, hidden)."""
     longest = second.float().norm(dim=0).max()
-    reach = (longest * (ROUNDED**2 * (1 - LOWEST) / LARGEST)).clamp_min(1e-4)  # for whom W2 is 0
+    steepest = 1 - LOWEST  # D(-x) = 1 - D(x)
+    reach = (longest * (ROUNDED**2 * steepest / LARGEST)).clamp_min(1e-4)  # where W2 is 0
     return Float8Weights(*_rounded(second), *_rounded(first), reach)
 
 
@@ -98,9 +99,9 @@ class _MLP(torch.autograd.Function):
 def float8_backward(grad: Tensor, slope: Tensor, weights: Float8Weights) -> Tensor:
     """dL/dh from g and the slope that was kept, by products of 8-bit floats."""
     kernel = grad.is_cuda and triton is not None
-    g, ratio, scale = (_scaled_rows if kernel else plain_scaled_rows)(grad.contiguous(), weights.reach)
+    g, ratio, later_scale = (_scaled_rows if kernel else plain_scaled_rows)(grad.contiguous(), weights.reach)
     later = _sloped_product(g, weights.second, slope, ratio, weights.second_scale)
-    return _product(later, scale, weights.first, weights.first_scale, grad.dtype)
+    return _product(later, later_scale, weights.first, weights.first_scale, grad.dtype)
 
 
 def plain_scaled_rows(grad: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,20 +117,21 @@ def _sloped_product(
     grad: Tensor, weight: Tensor, slope: Tensor, rows: Tensor | None = None, columns: Tensor | None = None
 ) -> Tensor:
     """(g W2) * D in the dtype of g, where rows and columns scale the product if g and W2 are 8-bit floats."""
-    if slope.is_cuda and TensorDescriptor is not None and _fuses(slope.device, *weight.shape):
-        return sloped_product(grad, weight, slope, rows, columns)
+    if slope.is_cuda and TensorDescriptor is not None and _is_for_hopper(weight):
+        return fused_sloped_product(grad, weight, slope, rows, columns)
     return plain_sloped_product(grad, weight, slope, rows, columns)
 
 
-def _fuses(device: torch.device, d: int, hidden: int) -> bool:
-    """Whether the kernel is for it: it is tuned to a Hopper, which fetches rows of 16 bytes and their multiples."""
-    return torch.cuda.get_device_capability(device)[0] == 9 and d % 16 == 0 and hidden % 16 == 0
+def _is_for_hopper(weight: Tensor) -> bool:
+    """Whether the fused kernel can take it: in at most 16 bits, and in rows of a multiple of 16 bytes."""
+    hopper = torch.version.hip is None and torch.cuda.get_device_capability(weight.device)[0] == 9
+    return hopper and weight.dtype.itemsize <= 2 and all(size % 16 == 0 for size in weight.shape)
 
 
 def plain_sloped_product(
     grad: Tensor, weight: Tensor, slope: Tensor, rows: Tensor | None, columns: Tensor | None
 ) -> Tensor:
-    """The same, one after the other."""
+    """_sloped_product, one after the other."""
     if rows is None or columns is None:
         product = grad @ weight
     else:
@@ -163,15 +165,17 @@ def _(h: Tensor, weight: Tensor, bias: Tensor | None, sloped: bool) -> tuple[Ten
     return y, y.new_empty(y.shape if sloped else 0, dtype=torch.uint8)
 
 
-@torch.library.custom_op("mgtta::sloped_product", mutates_args=())
-def sloped_product(grad: Tensor, weight: Tensor, slope: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
+@torch.library.custom_op("mgtta::fused_sloped_product", mutates_args=())
+def fused_sloped_product(
+    grad: Tensor, weight: Tensor, slope: Tensor, rows: Tensor | None, columns: Tensor | None
+) -> Tensor:
     """plain_sloped_product in one kernel. An 8-bit weight lies column by column in memory, any other row by row."""
     d, hidden = weight.shape
     found, eight = torch.empty_like(slope, dtype=grad.dtype), rows is not None
     tall, wide, deep, stages = (128, 128, 128, 3) if eight else (128, 128, 64, 2)
     blocks = triton.cdiv(slope.numel() // hidden, tall) * triton.cdiv(hidden, wide)
     _sloped_kernel[(blocks,)](
-        TensorDescriptor.from_tensor(grad.reshape(-1, d), [tall, deep]),
+        TensorDescriptor.from_tensor(grad.contiguous().view(-1, d), [tall, deep]),
         TensorDescriptor.from_tensor(weight.t(), [wide, deep])
         if eight
         else TensorDescriptor.from_tensor(weight, [deep, wide]),
@@ -183,13 +187,13 @@ def sloped_product(grad: Tensor, weight: Tensor, slope: Tensor, rows: Tensor | N
     return found
 
 
-@sloped_product.register_fake
+@fused_sloped_product.register_fake
 def _(grad: Tensor, weight: Tensor, slope: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
     return torch.empty_like(slope, dtype=grad.dtype)
 
 
 def plain_gelu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of a layer's output, as the formulas have it."""
+    """gelu_and_slope of a layer's output, as the formulas have it."""
     z = x.float()
     density = torch.exp(-0.5 * z * z)
     below = _below(z, density)

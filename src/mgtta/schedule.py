@@ -1,10 +1,10 @@
 """When a method learns: at once after a shift, then ever more rarely, as long as the stream stays what it is.
 
-A step of adaptation costs twice a forward pass, and most of what is to be learned of a new domain is learned from its
-first batches. So a method that follows a schedule learns from the first `BURST` batches after a start or a shift. Then
-it rests for `REST` batches, learns from one, rests for twice as many, and so on: the rest doubles unless the last one
-shows that learning has made the predictions surer. While it rests, the forward pass gives all that is needed to notice
-a shift: the means of each layer's features, which leave the range that they have moved in so far.
+A step of adaptation costs more than two forward passes, and most of what is to be learned of a new domain is learned
+from its first batches. So a method that follows a schedule learns from the first `BURST` batches after a start or a
+shift. Then it rests for `REST` batches, learns from one, rests for twice as many, and so on: the rest doubles unless
+the last one shows that learning has made the predictions surer. While it rests, the forward pass gives all that is
+needed to notice a shift: the means of each layer's features, which leave the range that they have moved in so far.
 
 Few steps must be large ones, and each is as noisy as its batch. So it rests on the mean of the parameters that it has
 had since the shift, after each update but the first `SKIP`, and goes on from there.
@@ -154,6 +154,7 @@ class Schedule:
         if centre is not None:
             sound = sound and isinstance(centre, Tensor) and centre.ndim == 1 and bool(centre.isfinite().all())
         if mean is not None:
+            sound = sound and isinstance(mean, list | tuple) and all(isinstance(m, Tensor) for m in mean)
             sound = sound and [m.shape for m in mean] == [p.shape for p in params]
             sound = sound and all(bool(m.isfinite().all()) for m in mean)
         if not sound:

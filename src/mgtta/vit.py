@@ -79,7 +79,7 @@ class ViT:
 
 
 def _has_float8(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9))
 
 
 def _plain_embedding(net: Any) -> bool:

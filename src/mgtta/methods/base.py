@@ -223,7 +223,7 @@ class Method(nn.Module):
     def warm_up(self, x: Tensor) -> None:
         """Make ready for batches of x's shape now, not when they have come for a while; it leaves no trace.
 
-        On the fast path and a GPU it compiles for a minute or so; elsewhere there is nothing to do.
+        On the fast path and a GPU it compiles for half a minute or so; elsewhere there is nothing to do.
         """
         if self.fast is not None:
             self._remember_start()
