@@ -422,6 +422,16 @@ def tree(tmp_path):
     return root
 
 
+def test_images_without_labels_have_no_accuracy(tree, tmp_path):
+    flat = write_tree(tmp_path / "flat", lambda label: ".")
+    with pytest.raises(ValueError, match="images of --data have no labels"):
+        run_cells(FEW[:1], dataclasses.replace(SMALL, data=str(flat)), Store(tmp_path / "a"))
+    tries = sweep_cells([dataclasses.replace(FEW[0], method="tent")])
+    with pytest.raises(ValueError, match="--validation, by which --sweep chooses, have no labels"):
+        run_cells(tries, dataclasses.replace(SMALL, data=str(tree), validation=str(flat)), Store(tmp_path / "b"))
+    assert not Store(tmp_path / "b").cells()
+
+
 def test_image_trees_and_tars_are_decoded_once(tree, tmp_path, monkeypatch):
     for part in range(2):
         with tarfile.open(tmp_path / f"images-{part}.tar", "w") as tar:

@@ -220,6 +220,12 @@ cli.main()
         (["--device", "cuda:99"], "--device cpu"),
         (["--num-classes", "5"], "num_classes"),
         (["--checkpoint", "nowhere.pth"], "nowhere.pth"),
+        (["--set", "guard=True"], "an option of its own, --guard"),
+        (["--set", "source=glyphs_plain"], "an option of its own, --source"),
+        (["--clean", "images"], "leave out one"),
+        (["--start", "state", "--set", "lr=1"], "leave out --set lr"),
+        (["--state", "/"], "cannot write /: it is a folder"),
+        (["--state", "/proc/state"], "cannot write /proc/state"),
     ],
 )
 def test_errors_are_one_line_that_names_the_remedy(run, folder, tmp_path, change, message):
@@ -245,6 +251,44 @@ def test_missing_source_and_data(run, folder, tmp_path):
     code, _, err = run("adapt", tmp_path / "nothing", "--model", "glyphs_vit", "--source", "glyphs_vit")
     assert code == 2
     assert "nothing" in err
+
+
+@pytest.mark.parametrize("command", ["source", "train"])
+def test_a_file_that_cannot_be_written_is_noticed_before_the_work(run, folder, tmp_path, command):
+    code, _, err = run(command, folder, "--model", "none such", "--out", tmp_path)
+    assert code == 2
+    assert f"cannot write {tmp_path}: it is a folder" in err
+
+
+def test_a_url_is_passed_on_as_it_is(run, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("mgtta.data.datasets.open_dataset", lambda path, **_: asked.append(path) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run("source", "hf://datasets/a/b/x.tar", "--model", "glyphs_vit", "--out", tmp_path / "s.safetensors")
+    assert asked == ["hf://datasets/a/b/x.tar"]
+
+
+def test_eata_without_fisher_information_says_what_it_is(run, folder, tmp_path):
+    code, _, err = run(
+        "adapt", folder, "--model", "glyphs_vit", "--method", "eata", "--device", "cpu", "--out", tmp_path / "p.csv"
+    )
+    assert code == 0, err
+    assert "eata is ETA" in err
+
+
+def test_synset_folders_are_said_to_be_the_classes_that_count(run, tmp_path):
+    root = write_glyphs(tmp_path / "images", lambda i, label: ("n01440764", "n01443537")[i % 2])
+    save_file(mgtta.load_model(ARCHITECTURE, pretrained=False).net.state_dict(), tmp_path / "w.safetensors")
+    code, _, err = run(
+        "adapt", root, "--model", ARCHITECTURE, "--checkpoint", tmp_path / "w.safetensors", "--method", "noadapt",
+        "--device", "cpu", "--out", tmp_path / "p.csv",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "scored over those 2 of the model's 1000 classes" in err
+
+
+def test_version(run):
+    assert run("--version") == (0, f"{mgtta.__version__}\n", "")
 
 
 def test_an_unreadable_image_is_named_or_skipped(run, folder, tmp_path):
@@ -308,6 +352,7 @@ def test_bench_prints_a_table_and_keeps_records(run, tmp_path, monkeypatch):
         (["variants", "--data", "nowhere"], "--variant imagenet-r=FOLDER"),
         (["variants", "--variant", "imagenet-r"], "NAME=IMAGES"),
         (["corruptions", "--data", "nowhere", "--methods", "noadapt"], "nowhere"),
+        (["corruptions", "--tf32"], "--tf32 is for a GPU"),
     ],
 )
 def test_bench_errors_name_the_remedy(run, tmp_path, words, message):

@@ -307,6 +307,16 @@ def test_what_is_missing_says_what_was_looked_for(tmp_path):
         open_dataset(tmp_path, on_error="ignore")
 
 
+def test_no_image_is_left_out_without_a_word(tmp_path):
+    root = tree(tmp_path / "a", ["cats"])
+    Image.new("RGB", (8, 8)).save(root / "loose.png")
+    with pytest.raises(ValueError, match=r"holds images \(loose.png, ...\) beside the folder cats"):
+        open_dataset(root)
+    tree(tmp_path / "b" / "2024", ["01"])
+    with pytest.raises(ValueError, match=r"2024 holds no images but the folder 01"):
+        open_dataset(tmp_path / "b")
+
+
 def test_unreadable_images_are_named_or_skipped_and_counted(tmp_path):
     tree(tmp_path, ["a", "b"])
     (tmp_path / "a" / "1.png").write_bytes(encode(pixels(0))[:500])

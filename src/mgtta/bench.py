@@ -29,7 +29,7 @@ from mgtta.experiments import (
 from mgtta.inputs import check_unchanged
 from mgtta.lab import HELD_BYTES, Lab, Watch, asked, generator_of, known_source, training_of
 from mgtta.profile import PARTS
-from mgtta.recipes import needs_source
+from mgtta.recipes import needs_source, recipe_settings
 from mgtta.source import load_source
 from mgtta.store import Store
 from mgtta.workers import spread
@@ -168,8 +168,8 @@ def _check_needs(cells: Sequence[Cell], setup: Setup) -> None:
     for generator in filter(None, dict.fromkeys(generator_of(cell, setup) for cell in cells)):
         load_generator(generator)
     for cell in cells if setup.data is not None and setup.validation is None else ():
-        sourced = needs_source(cell.method) and source is None
-        if cell.split == "validation" or training_of(cell, setup) is not None or sourced:
+        clean = (needs_source(cell.method) and source is None) or "fisher" in recipe_settings(cell.method)
+        if cell.split == "validation" or training_of(cell, setup) is not None or clean:
             raise ValueError(
                 f"validation images are needed for {cell.method} ({cell.experiment}): --validation, some that are not "
                 "among the test's"

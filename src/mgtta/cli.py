@@ -22,23 +22,44 @@ EXPERIMENTS = (  # as in mgtta.experiments, which imports torch
     "hidden-size", "learning-rate", "convergence", "continual", "all",
 )  # fmt: skip
 
+OPTIONS = {  # what `create` takes, and --set does not
+    "guard": "--guard", "precision": "--precision", "low_memory": "--low-memory", "schedule": "--schedule",
+    "source": "--source", "process_group": "torchrun",
+}  # fmt: skip
 SHIPPED = "A timm name, or one of the small ViTs that come along: glyphs_vit, glyphs_plain."
 Model = Annotated[str, typer.Option(help=SHIPPED)]
 Checkpoint = Annotated[Path | None, typer.Option(help="Weights: .safetensors, or .pth of plain tensors.")]
-NumClasses = Annotated[int | None, typer.Option(help="Classes of the checkpoint, if not the model's default.")]
+NumClasses = Annotated[int | None, typer.Option(min=1, help="Classes of the checkpoint, if not the model's default.")]
 Source = Annotated[str | None, typer.Option(help="Source statistics: a file, or the name of a shipped model.")]
-Clean = Annotated[Path | None, typer.Option(help="Clean images to take the statistics from, if there are none yet.")]
+Clean = Annotated[str | None, typer.Option(help="Clean images to take the statistics from, if there are none yet.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default the GPU if there is one.")]
-Size = Annotated[int | None, typer.Option(help="Side of the images; by default the model's own.")]
+Size = Annotated[int | None, typer.Option(min=1, help="Side of the images; by default the model's own.")]
 Timeout = Annotated[float, typer.Option(help="Under torchrun: seconds to wait for another rank.")]
 Precision = Annotated[str, typer.Option(help="fp32: exact; bf16, fp8: the fast path; auto: bf16 for a ViT on a GPU.")]
 Skip = Annotated[bool, typer.Option("--skip-unreadable", help="Skip and count unreadable images.")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(version("mgtta"))
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
 def adapt(
     context: typer.Context,
-    data: Annotated[Path, typer.Argument(help="A folder of images, a tree of class folders, or WebDataset tars.")],
+    data: Annotated[str, typer.Argument(help="A folder of images, a tree of class folders, or WebDataset tars.")],
     model: Model,
     out: Annotated[Path, typer.Option(help="Predictions: .csv or .jsonl.")] = Path("predictions.csv"),
     method: Annotated[str, typer.Option(help="See `mgtta list`.")] = "mgtta",
@@ -79,18 +100,25 @@ def adapt(
     part = ranks_of(group).part if split_shards else None
     if resume is not None and split_shards:
         raise ValueError("--resume counts batches of one stream: leave out --split-shards, or --resume")
-    classifier, images = _model_and_data(model, checkpoint, num_classes, data, size, skip_unreadable, device, part)
     settings = _settings(setting)
+    if start is not None and "lr" in settings:
+        raise ValueError("--start goes on at the learning rate of its state: leave out --set lr")
+    if ranks_of(group).first:
+        for file in (out, state):
+            if file is not None:
+                writable(file)
+    classifier, images = _model_and_data(model, checkpoint, num_classes, data, size, skip_unreadable, device, part)
     if needs_source(method):
         settings["source"] = _source(classifier, source, clean, size)
+    if method == "eata" and "fisher" not in settings:
+        typer.echo("without Fisher information of clean images (--set fisher=FILE) eata is ETA", err=True)
     ways: dict[str, Any] = {"precision": precision, "low_memory": low_memory, "schedule": schedule}
     adapted = mgtta.create(method, classifier, guard=guard, process_group=group, **ways, **settings)
     ranks = adapted.ranks
     if start is not None:
         load_state(adapted, start)
-    if state is not None and ranks.first:
-        writable(state)
-    options: dict[str, Any] = {"batch_size": batch_size, "shuffle": False, "first": first, "domain": data.name}
+    name = Path(data).name
+    options: dict[str, Any] = {"batch_size": batch_size, "shuffle": False, "first": first, "domain": name}
     batches: Any = (
         stream(images, part=ranks.part, **options) if part is None else split_stream(images, ranks, **options)
     )
@@ -107,7 +135,7 @@ def adapt(
         if classes is not None and len(classes) != classifier.num_classes:
             typer.echo(f"{len(classes)} class folders, {classifier.num_classes} classes: labels not used", err=True)
             batches, classes = (batch._replace(y=None) for batch in batches), None
-        title = f"{method} on {data.name}"
+        title = f"{method} on {name}"
         on_batch = stack.enter_context(_written(out, images.name, classes, ranks, run, title, total))
         records = mgtta.evaluate(adapted, batches, reset="never", on_batch=on_batch)
         if state is not None and ranks.first:
@@ -124,7 +152,7 @@ def adapt(
 
 @app.command()
 def train(
-    data: Annotated[Path, typer.Argument(help="Images to learn from, unlabelled: a folder, tree or tar.")],
+    data: Annotated[str, typer.Argument(help="Images to learn from, unlabelled: a folder, tree or tar.")],
     model: Model,
     out: Annotated[Path, typer.Option(help="The generator, .safetensors.")] = Path("generator.safetensors"),
     checkpoint: Checkpoint = None,
@@ -151,9 +179,10 @@ def train(
     """Train a generator, the learned optimizer, on a few unlabelled images (Algorithm 1)."""
     import mgtta
     from mgtta.data.streams import stream
-    from mgtta.files import command
+    from mgtta.files import command, writable
     from mgtta.meta import shifted_images
 
+    writable(out)
     classifier, found = _model_and_data(model, checkpoint, num_classes, data, size, skip_unreadable, device)
     statistics = _source(classifier, source, clean, size)
     if corrupt:
@@ -172,7 +201,7 @@ def train(
 
 @app.command()
 def source(
-    data: Annotated[Path, typer.Argument(help="Clean, in-distribution images, unlabelled.")],
+    data: Annotated[str, typer.Argument(help="Clean, in-distribution images, unlabelled.")],
     model: Model,
     out: Annotated[Path, typer.Option(help="The statistics, .safetensors.")] = Path("source.safetensors"),
     checkpoint: Checkpoint = None,
@@ -185,7 +214,9 @@ def source(
     """Take the source statistics of a model from clean images, once, before it is deployed."""
     import mgtta
     from mgtta.data.streams import stream
+    from mgtta.files import writable
 
+    writable(out)
     classifier, found = _model_and_data(model, checkpoint, num_classes, data, size, skip_unreadable, device)
     statistics = mgtta.source_statistics(classifier, stream(found, first=images))
     mgtta.save_source(statistics, out)
@@ -258,6 +289,8 @@ def bench(
     from mgtta.report import markdown
     from mgtta.store import Store
 
+    if tf32 and not _device(device).startswith("cuda"):
+        raise ValueError("--tf32 is for a GPU: leave it out, or name one by --device")
     images = images or (64 if quick else None)
     setup = experiments.Setup(
         model, None if checkpoint is None else str(checkpoint), data, validation, source, generator, images,
@@ -367,7 +400,7 @@ def _model_and_data(
     model: str,
     checkpoint: Path | None,
     num_classes: int | None,
-    data: Path,
+    data: str,
     size: int | None,
     skip: bool,
     device: str | None,
@@ -379,24 +412,26 @@ def _model_and_data(
     classifier = mgtta.load_model(model, checkpoint=checkpoint, **arguments)
     images = _open(data, classifier, size, skip, part)
     if images.class_indices is not None:
+        few, all_ = len(images.class_indices), classifier.num_classes
+        typer.echo(f"{few} class folders: scored over those {few} of the model's {all_} classes", err=True)
         classifier = mgtta.load_model(model, checkpoint=checkpoint, classes=images.class_indices, **arguments)
     return classifier.to(_device(device)), images
 
 
-def _open(
-    data: Path, classifier: Any, size: int | None, skip: bool = False, part: tuple[int, int] | None = None
-) -> Any:
+def _open(data: str, classifier: Any, size: int | None, skip: bool = False, part: tuple[int, int] | None = None) -> Any:
     from mgtta.data.datasets import open_dataset
 
     side, crop = classifier.input_size
     on_error: Any = "skip" if skip else "raise"
-    return open_dataset(str(data), size=size or side, crop_pct=crop, on_error=on_error, part=part)
+    return open_dataset(data, size=size or side, crop_pct=crop, on_error=on_error, part=part)
 
 
-def _source(classifier: Any, source: str | None, clean: Path | None, size: int | None) -> Any:
+def _source(classifier: Any, source: str | None, clean: str | None, size: int | None) -> Any:
     import mgtta
     from mgtta.data.streams import stream
 
+    if source is not None and clean is not None:
+        raise ValueError("--source names statistics and --clean takes them anew: leave out one")
     if source is not None:
         return mgtta.load_source(source)
     if clean is not None:
@@ -455,6 +490,8 @@ def _settings(pairs: list[str]) -> dict[str, Any]:
         key, equals, value = pair.partition("=")
         if not equals:
             raise ValueError(f"--set takes name=value, not {pair!r}")
+        if key in OPTIONS:
+            raise ValueError(f"--set {key}: that is an option of its own, {OPTIONS[key]}")
         try:
             settings[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # the last two: nested too deeply

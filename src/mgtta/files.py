@@ -40,10 +40,15 @@ def atomic(path: str | os.PathLike) -> Iterator[Path]:
 
 def writable(path: str | os.PathLike) -> None:
     """Find out now, not after hours of work, that a file cannot be written."""
+    if Path(path).is_dir():
+        raise ValueError(f"cannot write {path}: it is a folder; name a file")
     probe = Path(path).with_name(f".{Path(path).name}.probe")
-    with atomic(probe):
-        pass
-    probe.unlink()
+    try:
+        with atomic(probe):
+            pass
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}; name another place") from error
 
 
 def _umask() -> int:

@@ -86,6 +86,8 @@ class Lab:
         if (key := tuple(classes or ())) not in self._models:
             loaded = load_model(self.setup.model, self.setup.checkpoint, classes=classes)
             self._models[key] = loaded.to(self.setup.device)
+            if classes is not None:
+                self.watch.note(f"images of {len(classes)} classes are scored over these alone")
         model, names = self._models[key], getattr(images, "classes", None)
         if names is not None and len(names) != model.num_classes and not set(names) <= synsets().keys():
             raise ValueError(f"the images have {len(names)} classes, {model.name} has {model.num_classes}")
@@ -136,10 +138,8 @@ class Lab:
         return source_statistics(self.model(), stream(self._clean, first=1000, device=self.setup.device))
 
     @cached_property
-    def fisher(self) -> Fisher | None:
-        """From up to 2,000 clean validation images, as EATA's paper does; None without them."""
-        if self.setup.data is not None and self.setup.validation is None:
-            return None
+    def fisher(self) -> Fisher:
+        """From up to 2,000 clean validation images, as EATA's paper does."""
         return fisher_information(self.model(), stream(self._clean, first=2000, device=self.setup.device))
 
     def trained(self, training: Training) -> Path:
@@ -184,6 +184,12 @@ class Lab:
 
     def _run(self, cell: Cell) -> list[dict[str, Any]]:
         batches, images = self._batches(cell)
+        if images.labels is None and not cell.timed:
+            which = "--validation, by which --sweep chooses," if cell.split == "validation" else "--data"
+            raise ValueError(
+                f"the images of {which} have no labels, so there is no accuracy: name others, in class folders; "
+                "`mgtta adapt` predicts without labels"
+            )
         known, training = recipe_settings(cell.method), training_of(cell, self.setup)
         settings = dict(cell.settings)
         if needs_source(cell.method):

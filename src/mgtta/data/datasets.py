@@ -116,6 +116,7 @@ class ImageFolder(ImageDataset):
         else:
             folders = _class_folders(self.root)
             label_of, class_indices = _labels(folders, kind, self.root)
+            _check_tree(self.root, folders)
             names = [f"{folder}/{file}" for folder in folders for file in _image_files(self.root / folder)]
             labels = [label_of[name.partition("/")[0]] for name in names]
             super().__init__(names, labels, classes=_names(label_of), class_indices=class_indices, **options)
@@ -212,6 +213,20 @@ def _class_folders(root: Path) -> list[str]:
 def _image_files(root: Path) -> list[str]:
     with os.scandir(root) as entries:
         return sorted(e.name for e in entries if is_image(e.name) and e.is_file())
+
+
+def _check_tree(root: Path, folders: list[str]) -> None:
+    """Images that lie anywhere but in the class folders would be left out without a word."""
+    if folders and (loose := _image_files(root)):
+        raise ValueError(
+            f"{root} holds images ({loose[0]}, ...) beside the folder {folders[0]}: name a folder of images alone, or "
+            "of class folders alone"
+        )
+    for folder in folders:
+        if (deeper := _folders(root / folder)) and not _image_files(root / folder):
+            raise ValueError(
+                f"{root / folder} holds no images but the folder {deeper[0]}: name a folder whose own folders hold them"
+            )
 
 
 def _labels(folders: list[str], kind: str, root: Path) -> tuple[Mapping[str, int], list[int] | None]:
