@@ -4,7 +4,7 @@ For each stream and method, a cell, the plain and the guarded one take every bat
 process's CPU, on one thread) are of one run. Every cell is a process of its own, as many at a time as --jobs says, and
 is in the file as soon as it has finished; one that is there already, with the same protocol, is not run again.
 
-python benchmarks/guard.py --images 20000 --jobs 8 --out results
+python benchmarks/guard.py --images 20000 --jobs 2 --out results
 """
 
 import argparse
