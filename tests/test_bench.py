@@ -422,6 +422,19 @@ def tree(tmp_path):
     return root
 
 
+def test_a_checkpoint_with_classes_of_its_own(tmp_path):
+    tree = write_tree(tmp_path / "tree", lambda label: f"class{label % 3}")
+    torch.save(mgtta.load_model("test_vit", pretrained=False, num_classes=3).net.state_dict(), tmp_path / "w.pth")
+    setup = dataclasses.replace(SMALL, data=str(tree), model="test_vit", checkpoint=str(tmp_path / "w.pth"))
+    cell = dataclasses.replace(FEW[0], method="noadapt")
+    with pytest.raises(ValueError, match="num_classes"):
+        run_cells([cell], setup, Store(tmp_path / "a"))
+    [record, *_] = run_cells([cell], dataclasses.replace(setup, num_classes=3), Store(tmp_path / "a"))
+    assert 0 <= record["top1"] <= 100
+    with pytest.raises(ValueError, match="glyphs_vit has 30: .*--num-classes"):
+        run_cells([cell], dataclasses.replace(setup, model="glyphs_vit", checkpoint=None), Store(tmp_path / "b"))
+
+
 def test_images_without_labels_have_no_accuracy(tree, tmp_path):
     flat = write_tree(tmp_path / "flat", lambda label: ".")
     with pytest.raises(ValueError, match="images of --data have no labels"):

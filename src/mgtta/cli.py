@@ -258,6 +258,7 @@ def bench(
     seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
     model: Model = "glyphs_vit",
     checkpoint: Checkpoint = None,
+    num_classes: NumClasses = None,
     data: Annotated[str | None, typer.Option(help="Test images: a tree, tars, or ImageNet-C; else characters.")] = None,
     validation: Annotated[str | None, typer.Option(help="Other images: statistics, sweeps, training.")] = None,
     variant: Annotated[list[str], typer.Option(help="NAME=IMAGES, such as imagenet-r=FOLDER; several.")] = [],
@@ -294,7 +295,7 @@ def bench(
     images = images or (64 if quick else None)
     setup = experiments.Setup(
         model, None if checkpoint is None else str(checkpoint), data, validation, source, generator, images,
-        _device(device), tf32, precision=precision, profile=profile,
+        _device(device), tf32, precision=precision, profile=profile, num_classes=num_classes,
     )  # fmt: skip
     named = [experiments.variant(text) for text in variant] or ([] if data else [(name, name) for name in STAND_INS])
     if experiment == "all" and not named:

@@ -44,6 +44,12 @@ class Setup:
     ranks: int = 1  # processes that share every batch
     precision: str = "fp32"  # as `create` takes it
     profile: bool = False  # whether records say where the time went
+    num_classes: int | None = None  # of the checkpoint; None: the model's own
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """What `load_model` is told beside model and checkpoint."""
+        return {} if self.num_classes is None else {"num_classes": self.num_classes}
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,8 @@ def read_weights(path: str | os.PathLike) -> dict[str, Any]:
     except Exception as error:  # a damaged file fails in any way; with weights_only=True none of them is worse
         raise ValueError(
             f"{path} cannot be read as plain weights. Either it is damaged, or it holds Python objects, which "
-            "are never unpickled here: in the program that made it, save a dict of tensors alone; or in one of your own, "
-            "if you trust the file: torch.save(torch.load(FILE, weights_only=False)['state_dict'], 'plain.pth')"
+            "are never unpickled here: in the program that made it, save a dict of tensors alone; or, if you trust it, "
+            "in one of your own: torch.save(torch.load(FILE, weights_only=False)['state_dict'], 'plain.pth')"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise ValueError(f"{path} holds a {type(state).__name__}; a dict of named tensors was expected")

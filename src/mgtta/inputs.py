@@ -33,7 +33,7 @@ def check_unchanged(protocols: list[dict[str, Any]], setup: Setup, cells: Iterab
             if now.get(key, value) != value:
                 raise ValueError(f"{path} has records of another {key}, which has changed since: take another --out")
     same = [p for p in protocols if (p["model"], p["checkpoint"]) == (setup.model, setup.checkpoint)]
-    weights = load_model(setup.model, setup.checkpoint).fingerprint() if same else None
+    weights = load_model(setup.model, setup.checkpoint, **setup.head).fingerprint() if same else None
     if other := next((p["weights"] for p in same if p["weights"] != weights), None):
         name = setup.checkpoint or setup.model
         raise ValueError(

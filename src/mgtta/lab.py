@@ -84,13 +84,16 @@ class Lab:
         """The classifier over the classes that the images are scored in."""
         classes = getattr(images, "class_indices", None)
         if (key := tuple(classes or ())) not in self._models:
-            loaded = load_model(self.setup.model, self.setup.checkpoint, classes=classes)
+            loaded = load_model(self.setup.model, self.setup.checkpoint, classes=classes, **self.setup.head)
             self._models[key] = loaded.to(self.setup.device)
             if classes is not None:
                 self.watch.note(f"images of {len(classes)} classes are scored over these alone")
         model, names = self._models[key], getattr(images, "classes", None)
         if names is not None and len(names) != model.num_classes and not set(names) <= synsets().keys():
-            raise ValueError(f"the images have {len(names)} classes, {model.name} has {model.num_classes}")
+            raise ValueError(
+                f"the images have {len(names)} classes, {model.name} has {model.num_classes}: name a --checkpoint for "
+                "these classes with --num-classes, or add the folders that are missing, empty"
+            )
         return model
 
     def images(self, split: str = "test", data: str | None = None, kind: str | None = None) -> Any:
