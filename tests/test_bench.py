@@ -431,7 +431,7 @@ def test_a_checkpoint_with_classes_of_its_own(tmp_path):
         run_cells([cell], setup, Store(tmp_path / "a"))
     [record, *_] = run_cells([cell], dataclasses.replace(setup, num_classes=3), Store(tmp_path / "a"))
     assert 0 <= record["top1"] <= 100
-    with pytest.raises(ValueError, match="glyphs_vit has 30: .*--num-classes"):
+    with pytest.raises(ValueError, match=r"glyphs_vit has 30: .*--num-classes"):
         run_cells([cell], dataclasses.replace(setup, model="glyphs_vit", checkpoint=None), Store(tmp_path / "b"))
 
 

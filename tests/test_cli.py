@@ -287,6 +287,21 @@ def test_synset_folders_are_said_to_be_the_classes_that_count(run, tmp_path):
     assert "scored over those 2 of the model's 1000 classes" in err
 
 
+def test_images_come_by_name_or_shuffled(run, tmp_path):
+    root, orders = write_glyphs(tmp_path / "images", lambda i, label: "."), []
+    for words in ([], ["--shuffle", 0], ["--shuffle", 0], ["--shuffle", 1]):
+        out = tmp_path / "p.csv"
+        code, _, err = run(
+            "adapt", root, "--model", "glyphs_vit", "--method", "noadapt", "--device", "cpu", "--out", out, *words
+        )
+        assert code == 0, err
+        orders.append([row["image"] for row in csv.DictReader(out.read_text().splitlines())])
+    assert orders[0] == sorted(orders[0])
+    assert all(sorted(order) == orders[0] for order in orders)
+    assert orders[1] == orders[2]
+    assert len({*map(tuple, orders)}) == 3
+
+
 def test_version(run):
     assert run("--version") == (0, f"{mgtta.__version__}\n", "")
 

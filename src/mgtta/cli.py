@@ -70,6 +70,9 @@ def adapt(
     setting: Annotated[list[str], typer.Option("--set", help="A setting of the method, such as lr=5e-3.")] = [],
     batch_size: int = 64,
     first: Annotated[int | None, typer.Option(help="Only the first so many images.")] = None,
+    shuffle: Annotated[
+        int | None, typer.Option(metavar="SEED", min=0, help="In random order; else by name, a tree class by class.")
+    ] = None,
     state: Annotated[Path | None, typer.Option(help="Where to save the adapted state.")] = None,
     start: Annotated[Path | None, typer.Option(help="A saved state to go on from, its learning rate included.")] = None,
     resume: Annotated[Path | None, typer.Option(help="A file that keeps the run, to go on from after a kill.")] = None,
@@ -118,7 +121,8 @@ def adapt(
     if start is not None:
         load_state(adapted, start)
     name = Path(data).name
-    options: dict[str, Any] = {"batch_size": batch_size, "shuffle": False, "first": first, "domain": name}
+    order: dict[str, Any] = {"shuffle": shuffle is not None, "seed": shuffle or 0}
+    options: dict[str, Any] = {"batch_size": batch_size, "first": first, "domain": name, **order}
     batches: Any = (
         stream(images, part=ranks.part, **options) if part is None else split_stream(images, ranks, **options)
     )
@@ -129,6 +133,7 @@ def adapt(
             protocol = {
                 "method": method, "settings": setting, "batch_size": batch_size, "size": size, "suffix": suffix,
                 "images": _hash(images.names[:first]), "precision": adapted.precision, "schedule": schedule,
+                **({} if shuffle is None else order),
             }  # fmt: skip
             run = stack.enter_context(Run(resume, adapted, out, images, protocol, batch_size, save_every))
             batches = batches.after(run.position)
