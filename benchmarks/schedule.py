@@ -3,9 +3,9 @@
     python benchmarks/schedule.py --data SHARDS --checkpoint DEIT_TINY --jobs 2 --out results
 
 A stream has the four validation corruptions one after another, and all of them once more; each lasts for two passes
-over the images, in two orders, so that a rest has time to pay. Learning always stands beside, at rates for a stream
-without reset. A row is in the file as soon as it has finished; one that is there already, with the same protocol, is
-not run again.
+over the images, each in an order of its own, so that a rest has time to pay. Learning always stands beside, at rates
+for a stream without reset. A row is in the file as soon as it has finished; one that is there already, with the same
+protocol, is not run again.
 """
 
 import json
@@ -64,6 +64,11 @@ def run(way: dict[str, Any], data: Path, checkpoint: Path, device: str, orders: 
     return {**way, "top1": top1, "share": statistics.mean(share), "precision": method.precision}
 
 
+def missing(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that have no row yet."""
+    return [way for way in ways() if not any(way.items() <= row.items() for row in rows)]
+
+
 def page(found: dict[str, Any]) -> str:
     rows = []
     for row in sorted(found["rows"], key=lambda row: -statistics.mean(row["top1"])):
@@ -88,17 +93,16 @@ def main() -> None:
     parser.add_argument("--orders", type=int, default=1, help="of the images")
     args = parser.parse_args()
     protocol = {
-        "corruptions": VALIDATION_CORRUPTIONS, "severity": 5, "images of shard 0": str(imagenet.CHOOSING),
+        "corruptions": VALIDATION_CORRUPTIONS, "severity": 5, "images": "128 to 999 of shard 0", "batch size": 64,
         "turns": TURNS, "passes": PASSES, "orders": args.orders, "device": args.device, "torch": torch.__version__,
     }  # fmt: skip
     command = "python benchmarks/schedule.py --data SHARDS --checkpoint DEIT_TINY"
-    command += f" --jobs {args.jobs} --orders {args.orders} --out results"
+    command += f" --device {args.device} --jobs {args.jobs} --orders {args.orders} --out results"
     path = args.out / "schedule.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     if found.get("protocol") != json.loads(json.dumps(protocol)):
         found = {"command": command, "protocol": protocol, "rows": []}
-    done = [{name: row[name] for name in way} for row in found["rows"] for way in ways() if way.keys() <= row.keys()]
-    left = [way for way in ways() if way not in done]
+    left = missing(found["rows"])
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         given = args.data, args.checkpoint, args.device, args.orders
         for future in as_completed([pool.submit(run, way, *given) for way in left]):

@@ -298,6 +298,7 @@ def test_constants_are_compared_row_by_row(monkeypatch, tmp_path):
     assert rows[1]["share"] < 1
     assert last["constants"] == [schedule.BURST, schedule.REST, schedule.SKIP]
     assert all(len(row["top1"]) == 2 and max(row["top1"]) > 0 for row in rows)
+    assert compare.missing(rows) == compare.ways()[1:-1]
     said = compare.page({"command": "python ...", "protocol": {"orders": 2}, "rows": rows})
     assert "| always | 0.001 |" in said
     assert " ± " in said
