@@ -55,12 +55,9 @@ def run(way: dict[str, Any], data: Path, checkpoint: Path, device: str, orders: 
     top1, share = [], []
     for order in range(orders):
         method.reset()
-        seen, right = 0, 0
-        for count, batch in enumerate(batches(shard.part(imagenet.CHOOSING), order, device), 1):  # noqa: B007
-            right += int((method(batch.x).argmax(1) == batch.y).sum())
-            seen += len(batch.x)
-        top1.append(100 * right / seen)
-        share.append(method.updates / count)
+        records = mgtta.evaluate(method, batches(shard.part(imagenet.CHOOSING), order, device), reset="never")
+        top1.append(100 * sum(sum(r.curve) for r in records) / sum(r.labelled for r in records))
+        share.append(method.updates / sum(r.batches for r in records))
     return {**way, "top1": top1, "share": statistics.mean(share), "precision": method.precision}
 
 
@@ -93,19 +90,18 @@ def main() -> None:
     parser.add_argument("--orders", type=int, default=1, help="of the images")
     args = parser.parse_args()
     protocol = {
-        "corruptions": VALIDATION_CORRUPTIONS, "severity": 5, "images": "128 to 999 of shard 0", "batch size": 64,
+        "corruptions": list(VALIDATION_CORRUPTIONS), "severity": 5, "images": "128 to 999 of shard 0", "batch size": 64,
         "turns": TURNS, "passes": PASSES, "orders": args.orders, "device": args.device, "torch": torch.__version__,
     }  # fmt: skip
     command = "python benchmarks/schedule.py --data SHARDS --checkpoint DEIT_TINY"
     command += f" --device {args.device} --jobs {args.jobs} --orders {args.orders} --out results"
     path = args.out / "schedule.json"
     found = json.loads(path.read_text()) if path.exists() else {}
-    if found.get("protocol") != json.loads(json.dumps(protocol)):
+    if found.get("protocol") != protocol:
         found = {"command": command, "protocol": protocol, "rows": []}
-    left = missing(found["rows"])
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
         given = args.data, args.checkpoint, args.device, args.orders
-        for future in as_completed([pool.submit(run, way, *given) for way in left]):
+        for future in as_completed([pool.submit(run, way, *given) for way in missing(found["rows"])]):
             found["rows"].append(future.result())
             print(found["rows"][-1], flush=True)
             with atomic(path) as temporary:

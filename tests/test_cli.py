@@ -224,6 +224,7 @@ cli.main()
         (["--set", "source=glyphs_plain"], "an option of its own, --source"),
         (["--clean", "images"], "leave out one"),
         (["--start", "state", "--set", "lr=1"], "leave out --set lr"),
+        (["--resume", "run", "--shuffle", "0"], "leave out --shuffle"),
         (["--state", "/"], "cannot write /: it is a folder"),
         (["--state", "/proc/state"], "cannot write /proc/state"),
     ],

@@ -95,7 +95,7 @@ def adapt(
     from mgtta.distributed import ranks_of
     from mgtta.files import writable
     from mgtta.predictions import format_of
-    from mgtta.recipes import needs_source
+    from mgtta.recipes import needs_source, recipe_settings
     from mgtta.running import Run, Totals, load_state, save_state
 
     suffix = format_of(out)
@@ -103,26 +103,26 @@ def adapt(
     part = ranks_of(group).part if split_shards else None
     if resume is not None and split_shards:
         raise ValueError("--resume counts batches of one stream: leave out --split-shards, or --resume")
+    if resume is not None and shuffle is not None:
+        raise ValueError("--resume counts batches of images in their own order: leave out --shuffle, or --resume")
     settings = _settings(setting)
     if start is not None and "lr" in settings:
         raise ValueError("--start goes on at the learning rate of its state: leave out --set lr")
     if ranks_of(group).first:
-        for file in (out, state):
-            if file is not None:
-                writable(file)
+        writable(out, state)
     classifier, images = _model_and_data(model, checkpoint, num_classes, data, size, skip_unreadable, device, part)
     if needs_source(method):
         settings["source"] = _source(classifier, source, clean, size)
-    if method == "eata" and "fisher" not in settings:
-        typer.echo("without Fisher information of clean images (--set fisher=FILE) eata is ETA", err=True)
+    if "fisher" in recipe_settings(method) and "fisher" not in settings:
+        typer.echo(f"without Fisher information of clean images (--set fisher=FILE) {method} is ETA", err=True)
     ways: dict[str, Any] = {"precision": precision, "low_memory": low_memory, "schedule": schedule}
     adapted = mgtta.create(method, classifier, guard=guard, process_group=group, **ways, **settings)
     ranks = adapted.ranks
     if start is not None:
         load_state(adapted, start)
     name = Path(data).name
-    order: dict[str, Any] = {"shuffle": shuffle is not None, "seed": shuffle or 0}
-    options: dict[str, Any] = {"batch_size": batch_size, "first": first, "domain": name, **order}
+    options: dict[str, Any] = {"batch_size": batch_size, "first": first, "domain": name}
+    options |= {"shuffle": shuffle is not None, "seed": shuffle or 0}
     batches: Any = (
         stream(images, part=ranks.part, **options) if part is None else split_stream(images, ranks, **options)
     )
@@ -133,7 +133,6 @@ def adapt(
             protocol = {
                 "method": method, "settings": setting, "batch_size": batch_size, "size": size, "suffix": suffix,
                 "images": _hash(images.names[:first]), "precision": adapted.precision, "schedule": schedule,
-                **({} if shuffle is None else order),
             }  # fmt: skip
             run = stack.enter_context(Run(resume, adapted, out, images, protocol, batch_size, save_every))
             batches = batches.after(run.position)

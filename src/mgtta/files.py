@@ -38,17 +38,18 @@ def atomic(path: str | os.PathLike) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def writable(path: str | os.PathLike) -> None:
-    """Find out now, not after hours of work, that a file cannot be written."""
-    if Path(path).is_dir():
-        raise ValueError(f"cannot write {path}: it is a folder; name a file")
-    probe = Path(path).with_name(f".{Path(path).name}.probe")
-    try:
-        with atomic(probe):
-            pass
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}; name another place") from error
+def writable(*paths: str | os.PathLike | None) -> None:
+    """Find out now, not after hours of work, that a file cannot be written; leaves no trace."""
+    for path in paths:
+        if path is None:
+            continue
+        if Path(path).is_dir():
+            raise ValueError(f"cannot write {path}: it is a folder; name a file")
+        try:
+            with tempfile.TemporaryFile(dir=next(p for p in Path(path).absolute().parents if p.exists())):
+                pass
+        except OSError as error:
+            raise ValueError(f"cannot write {path}: {error.strerror}; name another place") from error
 
 
 def _umask() -> int:
