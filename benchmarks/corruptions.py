@@ -139,7 +139,7 @@ def labelled_images(tars: list[str], n: int) -> Iterator[tuple[np.ndarray, int]]
 def accuracy(args: argparse.Namespace) -> None:
     from safetensors.torch import load_file
 
-    from mgtta._timm import timm
+    from mgtta._lib.timm import timm
 
     torch.set_num_threads(args.threads)
     np.random.seed(0)

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 import mgtta
+from mgtta._lib.shipped import shipped
 from mgtta.data.glyphs import VALIDATION_SEED, Glyphs
-from mgtta.meta import shifted_images
-from mgtta.shipped import shipped
+from mgtta.training.meta import shifted_images
 
 IMAGES = 2048
 

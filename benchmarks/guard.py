@@ -20,12 +20,12 @@ import torch
 from pages import table
 
 import mgtta
+from mgtta._lib.files import atomic
+from mgtta.adaptation.method import Method
+from mgtta.data.cache import Held, Room
 from mgtta.data.corruptions import CORRUPTIONS
 from mgtta.data.glyphs import SIZE, TRAIN_SEED, Glyphs
-from mgtta.data.held import Held, Room
 from mgtta.data.streams import Batch, corrupted, stream
-from mgtta.files import atomic
-from mgtta.methods.base import Method
 
 UNSEEN = 19  # a seed of characters on which nothing was ever chosen
 RATES = {"tent": 1e-3, "eata": 2.5e-4, "mgtta": 1e-3}  # the papers' own

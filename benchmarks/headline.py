@@ -15,8 +15,8 @@ from typing import Any
 
 from pages import between, table
 
-from mgtta.files import atomic
-from mgtta.store import Store
+from mgtta._lib.files import atomic
+from mgtta.bench.store import Store
 
 ROOT = Path(__file__).parent.parent
 LINES = {  # those drawn, and in which colour

@@ -12,7 +12,7 @@ import mgtta
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS
 from mgtta.data.datasets import open_dataset
 from mgtta.data.streams import corrupted, stream
-from mgtta.meta import shifted_images
+from mgtta.training.meta import shifted_images
 
 TRAINING = slice(0, 128)  # of shard 0: the generator's images
 CHOOSING = slice(128, 1000)  # of shard 0: choosing generators and hyper-parameters

@@ -22,9 +22,9 @@ import torch
 from PIL import Image
 
 import mgtta
+from mgtta._lib.files import atomic, read_tree, write_tensors
 from mgtta.cli import app
 from mgtta.data.glyphs import Glyphs
-from mgtta.files import atomic, read_tree, write_tensors
 
 MODEL = "test_vit"
 

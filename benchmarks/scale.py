@@ -25,9 +25,9 @@ import torch.distributed as dist
 from pages import between, table
 
 import mgtta
-from mgtta.distributed import Ranks, share
-from mgtta.files import atomic
-from mgtta.store import Store
+from mgtta._lib.files import atomic
+from mgtta._lib.ranks import Ranks, share
+from mgtta.bench.store import Store
 
 ROOT = Path(__file__).parent.parent
 BATCH = 64

@@ -21,10 +21,10 @@ import torch
 from pages import table
 
 import mgtta
-from mgtta import schedule
+from mgtta._lib.files import atomic
+from mgtta.adaptation import scheduled as schedule
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS
 from mgtta.data.streams import Batch, corrupted, stream
-from mgtta.files import atomic
 
 TURNS, PASSES = 2, 2
 LR, LR_ALWAYS = 5e-3, (1e-3, 2e-3)

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 
 import mgtta
+from mgtta._lib.files import atomic
+from mgtta.adaptation.method import Method
+from mgtta.data.cache import Held, Room
 from mgtta.data.corruptions import CORRUPTIONS
 from mgtta.data.glyphs import Glyphs
-from mgtta.data.held import Held, Room
 from mgtta.data.streams import corrupted, stream
-from mgtta.files import atomic
-from mgtta.methods.base import Method
 
 WARM = 0.05  # of the run, which is left out: caches fill
 

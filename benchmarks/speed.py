@@ -41,18 +41,18 @@ from speed_pages import ALONE, PARTS, WAYS, page, plot
 from torch import Tensor, nn
 
 import mgtta
-from mgtta._timm import timm
+from mgtta._lib.files import atomic
+from mgtta._lib.shipped import shipped
+from mgtta._lib.timm import timm
 from mgtta.data.corruptions import CORRUPTIONS
 from mgtta.data.datasets import open_dataset
 from mgtta.data.images import simplejpeg
 from mgtta.data.streams import corrupted, stream
-from mgtta.fast import _Captured, _compiled
-from mgtta.files import atomic
-from mgtta.optim.flat import FlatStep
-from mgtta.optim.mgg import BETAS, EPS, generator_inputs
-from mgtta.recipes import needs_source
-from mgtta.shipped import shipped
-from mgtta.vit import ViT
+from mgtta.fast.engine import _Captured, _compiled
+from mgtta.fast.flat import FlatStep
+from mgtta.fast.vit import ViT
+from mgtta.learned.optimizer import BETAS, EPS, generator_inputs
+from mgtta.methods.create import needs_source
 
 MODELS = ("deit_tiny_patch16_224", "deit_small_patch16_224", "vit_base_patch16_224", "vit_large_patch16_224")
 TUNED = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("MALLOC_"))  # glibc

@@ -7,7 +7,7 @@ from typing import Any
 
 from pages import table
 
-from mgtta.files import atomic
+from mgtta._lib.files import atomic
 
 PARTS = ("step", "growth", "data", "accuracy")
 BATCHES = 782  # of 64 images: the 50,000 of one corruption

@@ -29,10 +29,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import mgtta
-from mgtta._timm import timm
+from mgtta._lib.timm import timm
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS, corrupt
 from mgtta.data.glyphs import CLASSES, SIZE, TEST_SEED, TRAIN_SEED, Glyphs
-from mgtta.models import vision_transformer
+from mgtta.models.loading import vision_transformer
 
 MEAN = STD = 0.5
 SEVERITY = 5

@@ -18,16 +18,16 @@ from train_glyphs import Augment, render, round_weights, save, train
 from train_glyphs import parse as training_arguments
 
 import mgtta
-from mgtta._timm import timm
+from mgtta._lib.files import atomic
+from mgtta._lib.timm import timm
+from mgtta.adaptation.method import Method
+from mgtta.bench.experiments import rates
+from mgtta.data.cache import Held, Room
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
 from mgtta.data.glyphs import CLASSES, TRAIN_SEED, VALIDATION_SEED, Glyphs
-from mgtta.data.held import Held, Room
 from mgtta.data.streams import Stream, corrupted, stream
-from mgtta.experiments import rates
-from mgtta.files import atomic
-from mgtta.methods.base import Method
-from mgtta.params import batch_norms
-from mgtta.recipes import needs_source
+from mgtta.methods.create import needs_source
+from mgtta.models.norms import batch_norms
 
 NETS = ("resnet10t", "convnext_atto")
 AUGMENTATION = "0,contrast=5,share=0.05"  # the embedded ViT's

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mgtta.recipes import RECIPES, recipe_settings
+from mgtta.methods.create import RECIPES, recipe_settings
 
 PAGE = Path(__file__).with_suffix(".md")
 START, END = "<!-- recipes: written by docs/methods.py -->", "<!-- recipes: end -->"

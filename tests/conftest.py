@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mgtta
-from mgtta._timm import timm
+from mgtta._lib.timm import timm
 
 torch.set_num_threads(1)
 CLASSES = 10

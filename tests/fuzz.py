@@ -36,15 +36,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 import mgtta
+from mgtta._lib.files import _digest, read_tree, read_weights
+from mgtta.bench.store import Store
 from mgtta.cli import _settings, app
 from mgtta.data.datasets import open_dataset
 from mgtta.data.images import decode
 from mgtta.data.shards import samples
-from mgtta.files import _digest, read_tree, read_weights
-from mgtta.records import checked
+from mgtta.evaluation.record import checked
 from mgtta.report import sections
 from mgtta.report.tables import markdown_report
-from mgtta.store import Store
 
 GOLDEN = Path(__file__).parent / "golden"
 DOCUMENTED = (ValueError, TypeError, OSError, RuntimeError, ImportError)  # what the command line prints as a message
@@ -238,7 +238,7 @@ def _zip(data: bytes) -> bytes:
 
 
 def _released() -> bytes:
-    from mgtta.checkpoint import _RELEASED, _RELEASED_PREFIX
+    from mgtta.learned.files import _RELEASED, _RELEASED_PREFIX
 
     own = mgtta.MetaGradientGenerator(8).state_dict()
     return _torch({"model_state_dict": {_RELEASED_PREFIX + theirs: own[ours] for theirs, ours in _RELEASED.items()}})

@@ -12,14 +12,14 @@ from transcription import entropy as H
 from transcription import softmax as probabilities
 
 import mgtta
-from mgtta._timm import timm
-from mgtta.augment import random_view
+from mgtta._lib.timm import timm
+from mgtta.methods._augment import random_view
+from mgtta.methods._optimizers import optimizer_factory
+from mgtta.methods._sam import SAM
 from mgtta.methods.deyo import random_orders, shuffle_patches
 from mgtta.methods.roid import prior_corrected, soft_likelihood_ratio
 from mgtta.methods.spa import mask_low_frequencies
-from mgtta.optim import optimizer_factory
-from mgtta.optim.sam import SAM
-from mgtta.params import early_norm_parameters, norm_layers
+from mgtta.models.norms import early_norm_parameters, norm_layers
 
 NAMES = ("eata", "sar", "deyo", "cotta", "spa", "roid")
 

@@ -10,14 +10,11 @@ import torch
 from PIL import Image
 
 import mgtta
-from mgtta import bench, experiments, lab
-from mgtta.bench import run_cells, run_experiment
-from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
-from mgtta.data.datasets import open_dataset
-from mgtta.data.glyphs import CLASSES, Glyphs
-from mgtta.data.held import STAND_INS, Held, Room
-from mgtta.evaluation import Record
-from mgtta.experiments import (
+from mgtta._lib.profile import PARTS
+from mgtta.bench import experiments
+from mgtta.bench import resources as lab
+from mgtta.bench import run as bench
+from mgtta.bench.experiments import (
     EXPERIMENTS,
     QUICK,
     Cell,
@@ -30,11 +27,16 @@ from mgtta.experiments import (
     tuned,
     variant,
 )
-from mgtta.lab import Lab, Watch
-from mgtta.profile import PARTS
-from mgtta.progress import Bars
-from mgtta.recipes import RECIPES
-from mgtta.store import Store
+from mgtta.bench.resources import Lab, Watch
+from mgtta.bench.run import run_cells, run_experiment
+from mgtta.bench.store import Store
+from mgtta.cli.progress import Bars
+from mgtta.data.cache import STAND_INS, Held, Room
+from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
+from mgtta.data.datasets import open_dataset
+from mgtta.data.glyphs import CLASSES, Glyphs
+from mgtta.evaluation.record import Record
+from mgtta.methods.create import RECIPES
 
 SMALL = Setup(images=6)
 FEW = [Cell("corruptions", m, (c,), batch_size=3) for c in ("contrast", "fog") for m in ("noadapt", "eq7_sgd")]
@@ -573,7 +575,7 @@ def test_an_interrupt_leaves_a_store_to_go_on_from(tmp_path):
     """Ctrl-C of the whole process group, as a terminal sends it, while workers are busy."""
     code = """
 import os, signal, sys
-from mgtta.progress import Lines
+from mgtta.cli.progress import Lines
 finish = Lines.cell
 def cell(self, *arguments):
     finish(self, *arguments)
@@ -599,7 +601,7 @@ if __name__ == "__main__":
 
 def test_bars_time_the_batches_that_they_see_begin_and_end(monkeypatch):
     shown, clock = [], iter([10.0, 12.0, 20.0])
-    monkeypatch.setattr("mgtta.progress.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("mgtta.cli.progress.time.perf_counter", lambda: next(clock))
     bars = Bars()
     monkeypatch.setattr(bars, "_show", lambda text, part: shown.append(text))
     cell = FEW[0]

@@ -8,8 +8,8 @@ from torch import nn
 from transcription import SlowMGG
 
 import mgtta
-from mgtta.files import _digest, atomic, read_tensors, read_tree, write_tree
-from mgtta.shipped import shipped
+from mgtta._lib.files import _digest, atomic, read_tensors, read_tree, write_tree
+from mgtta._lib.shipped import shipped
 
 
 @pytest.mark.parametrize("memory", ["gml", "lstm"])

@@ -191,7 +191,8 @@ def test_a_terminated_run_leaves_nothing_half_written(folder, tmp_path):
     words = ["adapt", str(folder), "--model", "glyphs_vit", "--source", "glyphs_vit", "--device", "cpu"]
     code = f"""
 import os, signal, sys
-from mgtta import cli, predictions
+from mgtta import cli
+from mgtta.running import predictions
 write = predictions.PredictionWriter.write
 def stopped(self, batch, logits):
     write(self, batch, logits)
@@ -339,7 +340,7 @@ def test_corrupt_writes_a_tree(run, folder, tmp_path):
 
 
 def test_bench_prints_a_table_and_keeps_records(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("mgtta.experiments.CORRUPTIONS", ("fog", "contrast"))
+    monkeypatch.setattr("mgtta.bench.experiments.CORRUPTIONS", ("fog", "contrast"))
     words = ("bench", "corruptions", "--methods", "noadapt,tent", "--images", 4, "--out", tmp_path, "--device", "cpu")
     code, out, err = run(*words)
     assert code == 0, err
@@ -382,7 +383,7 @@ def test_bench_stopped_by_ctrl_c_says_how_to_go_on(run, tmp_path, monkeypatch):
     def stop(lab, cell):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mgtta.lab.Lab.run", stop)
+    monkeypatch.setattr("mgtta.bench.resources.Lab.run", stop)
     code, out, err = run("bench", "corruptions", "--images", 2, "--out", tmp_path, "--device", "cpu")
     assert code == 130
     assert "0 finished cells" in err
@@ -391,7 +392,7 @@ def test_bench_stopped_by_ctrl_c_says_how_to_go_on(run, tmp_path, monkeypatch):
 
 
 def test_the_bench_commands_help_names_all_experiments():
-    from mgtta.experiments import EXPERIMENTS
+    from mgtta.bench.experiments import EXPERIMENTS
 
     assert set(cli.EXPERIMENTS) == set(EXPERIMENTS)
 
@@ -399,7 +400,7 @@ def test_the_bench_commands_help_names_all_experiments():
 @pytest.fixture
 def demo(run, tmp_path, monkeypatch):
     """Two corruptions and no library of 5 MB on the page."""
-    monkeypatch.setattr("mgtta.experiments.CORRUPTIONS", ("contrast", "jpeg_compression"))
+    monkeypatch.setattr("mgtta.bench.experiments.CORRUPTIONS", ("contrast", "jpeg_compression"))
     monkeypatch.setattr("mgtta.report.page.get_plotlyjs", lambda: "/* library */")
     return lambda *more: run("demo", "--images", 4, "--device", "cpu", "--out", tmp_path / "demo", *more)
 
@@ -429,7 +430,7 @@ def test_demo_prints_a_table_and_writes_the_report(demo, tmp_path):
 
 
 def test_a_second_demo_runs_again_in_a_folder_of_its_own(demo, tmp_path, monkeypatch):
-    from mgtta.lab import Lab
+    from mgtta.bench.resources import Lab
 
     demo("--methods", "noadapt")
     first = (tmp_path / "demo" / "records.jsonl").read_text()

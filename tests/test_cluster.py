@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 from test_bench import FEW, SMALL, without_timing
 
-from mgtta.bench import run_cells
+from mgtta.bench.cluster import connected, spread_on_ray
+from mgtta.bench.experiments import Cell
+from mgtta.bench.resources import Watch
+from mgtta.bench.run import run_cells
+from mgtta.bench.store import Store
+from mgtta.bench.workers import WorkerError
 from mgtta.cli import _bare_ray
-from mgtta.cluster import connected, spread_on_ray
-from mgtta.experiments import Cell
-from mgtta.lab import Watch
-from mgtta.store import Store
-from mgtta.workers import WorkerError
 
 try:
     import ray

@@ -76,7 +76,7 @@ def test_an_image_of_the_size_passes_untouched():
 @pytest.mark.parametrize(("h", "w"), [(80, 50), (82, 50), (50, 80), (20, 33), (37, 37)])
 def test_other_images_are_resized_and_cropped_as_torchvision_does(h, w):
     """Up to a level here and there."""
-    from mgtta._timm import torchvision
+    from mgtta._lib.timm import torchvision
 
     image, transforms = Image.fromarray(pixels(1, h, w)), torchvision.transforms
     resize = transforms.Resize(36, interpolation=transforms.InterpolationMode.BICUBIC)  # floor(32 / 0.875)

@@ -20,15 +20,15 @@ from PIL import Image
 from test_baselines import unsure_vit
 
 import mgtta
-from mgtta.bench import run_cells
+from mgtta._lib.files import read_tree, write_tree
+from mgtta._lib.ranks import ALONE, RankError, Ranks, share
+from mgtta.bench.experiments import Cell, Setup
+from mgtta.bench.run import run_cells
+from mgtta.bench.store import Store
 from mgtta.cli import app
 from mgtta.data.glyphs import Glyphs
 from mgtta.data.streams import corrupted, stream
-from mgtta.distributed import ALONE, RankError, Ranks, share
-from mgtta.experiments import Cell, Setup
-from mgtta.files import read_tree, write_tree
-from mgtta.recipes import RECIPES, needs_source
-from mgtta.store import Store
+from mgtta.methods.create import RECIPES, needs_source
 
 K = 3
 SIZES = [8] * 17 + [7, 2, 1]  # 20 steps; of the last two batches some ranks have nothing

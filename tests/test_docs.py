@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 import mgtta
-from mgtta.recipes import RECIPES, recipe_settings
+from mgtta.methods.create import RECIPES, recipe_settings
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -8,16 +8,16 @@ import torch
 from conftest import CLASSES, NETS, confident_vit, images, random_generator, vit
 
 import mgtta
-from mgtta import fast
-from mgtta import vit as plain
-from mgtta._timm import timm
+from mgtta._lib.files import read_tree, write_tree
+from mgtta._lib.timm import timm
 from mgtta.data.glyphs import Glyphs
 from mgtta.data.streams import Batch, corrupted, stream
-from mgtta.files import read_tree, write_tree
+from mgtta.fast import engine as fast
+from mgtta.fast import vit as plain
+from mgtta.fast.flat import FlatStep
 from mgtta.losses import entropy
+from mgtta.methods._optimizers import optimizer_factory
 from mgtta.methods.tent import Tent
-from mgtta.optim import optimizer_factory
-from mgtta.optim.flat import FlatStep
 
 NAMES = ("noadapt", "tent", "eq7_sgd", "eq7_adam", "mgtta", "mgtta_lstm")
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ from conftest import random_generator
 from transcription import generate, memorise, memory_loss, phi_of
 
 import mgtta
-from mgtta.generator import MEMORIES
+from mgtta.learned.generator import MEMORIES
 
 
 def test_the_published_form_has_164_weights_and_72_numbers_of_memory():

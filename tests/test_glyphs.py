@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from mgtta.data import glyphs
 from mgtta.data.glyphs import CLASSES, CONTRAST, FONTS, SIZE, Glyphs, render, stencil
-from mgtta.models import vision_transformer
+from mgtta.models.loading import vision_transformer
 
 LUMA = np.array([0.299, 0.587, 0.114])
 

@@ -10,11 +10,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import mgtta
+from mgtta._lib.files import _digest
+from mgtta.bench.store import Store
 from mgtta.data.datasets import open_dataset
-from mgtta.files import _digest
 from mgtta.report import sections
 from mgtta.report.tables import markdown_report
-from mgtta.store import Store
 
 HOME = Path(__file__).parent / "golden"
 sys.path.insert(0, str(HOME))

@@ -12,11 +12,11 @@ from torch import nn
 from transcription import entropy, softmax
 
 import mgtta
-from mgtta._timm import timm
-from mgtta.files import read_tree, write_tree
+from mgtta._lib.files import read_tree, write_tree
+from mgtta._lib.timm import timm
+from mgtta.methods._evolution import Evolution
 from mgtta.methods.bn import mixed
 from mgtta.methods.lame import affinity, fixed_point
-from mgtta.optim.evolution import Evolution
 
 SUBSET = [1, 4, 6, 7]
 

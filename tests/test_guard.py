@@ -10,12 +10,12 @@ from conftest import CLASSES, confident_vit, convnet, images
 from test_methods import CANNOT, make, same, stream
 
 import mgtta
-from mgtta.alarms import guard_words
-from mgtta.files import read_tree, write_tree
-from mgtta.guard import Guard, Guarded
-from mgtta.methods.base import GradientMethod
-from mgtta.recipes import RECIPES
-from mgtta.watch import WINDOW, Watch, excess, what_is_lost
+from mgtta._lib.files import read_tree, write_tree
+from mgtta.adaptation.guarded import Guard, Guarded
+from mgtta.adaptation.method import GradientMethod
+from mgtta.adaptation.watch import WINDOW, Watch, excess, what_is_lost
+from mgtta.methods.create import RECIPES
+from mgtta.report.alarms import guard_words
 
 OFTEN = Guard(every=4, images=4, sure=0.2, anchors=3)  # asked at every batch of the tests
 RATE = 1.0

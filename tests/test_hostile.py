@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mgtta
+from mgtta._lib.files import read_tensors, read_weights
 from mgtta.data.images import ImageError, decode
 from mgtta.data.shards import samples
-from mgtta.files import read_tensors, read_weights
 
 WORDS = ["adapt", "source", "report", "corrupt", "--model", "--set", "--out", "x=1", "-5", ".", "é"]
 QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from mgtta import mlp
-from mgtta.kernels import norm_backward, plain_norm_backward, qkv_backward
+from mgtta.fast import mlp
+from mgtta.fast.kernels import norm_backward, plain_norm_backward, qkv_backward
 
 
 def case(n, length, d, device="cpu", dtype=torch.float32):

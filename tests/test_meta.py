@@ -9,10 +9,10 @@ import mgtta
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS, corrupt
 from mgtta.data.glyphs import Glyphs
 from mgtta.data.streams import stream
-from mgtta.evaluation import Record
+from mgtta.evaluation.record import Record
+from mgtta.learned.optimizer import generator_inputs
 from mgtta.losses import objective
-from mgtta.meta import _Trainer, shifted_images
-from mgtta.optim.mgg import generator_inputs
+from mgtta.training.meta import _Trainer, shifted_images
 
 
 def trainer_in_float64(generator, batch_size=2, lr=1e-2):
@@ -194,7 +194,7 @@ def test_the_best_generator_is_kept(model, source, monkeypatch, scores):
         seen.append(copy.deepcopy(method.optimizer.generator.state_dict()))
         return [Record("mgtta", "d", top1=next(figures))]
 
-    monkeypatch.setattr("mgtta.meta.evaluate", evaluated)
+    monkeypatch.setattr("mgtta.training.meta.evaluate", evaluated)
     best = mgtta.meta_train(model, source, images(4), steps=8, validation=["batches"], progress=False)
     assert best.about["best"] == {"step": 4, "score": 5.0}
     assert all(torch.equal(t, seen[1][name]) for name, t in best.state_dict().items())

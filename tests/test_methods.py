@@ -8,16 +8,16 @@ import torch
 from conftest import CLASSES, NETS, confident_vit, images, random_generator, vit
 
 import mgtta
-from mgtta.files import read_tree, write_tree
-from mgtta.methods.base import GradientMethod
+from mgtta._lib.files import read_tree, write_tree
+from mgtta.adaptation.method import GradientMethod
 from mgtta.methods.bn import BatchNormStatistics
 from mgtta.methods.cotta import CoTTA
+from mgtta.methods.create import RECIPES
 from mgtta.methods.foa import FOA
 from mgtta.methods.lame import LAME
 from mgtta.methods.mgtta_plus import MGTTAPlus
 from mgtta.methods.roid import ROID
 from mgtta.methods.t3a import T3A
-from mgtta.recipes import RECIPES
 
 GRADIENT_FREE = (BatchNormStatistics, FOA, LAME, T3A)  # their logits are not the plain model's
 OWN_LOGITS = (CoTTA, MGTTAPlus, ROID)  # nor those of CoTTA's teacher; the others correct theirs

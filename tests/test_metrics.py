@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from mgtta.metrics import BINS, correct, expected_calibration_error, reliability
+from mgtta.evaluation.metrics import BINS, correct, expected_calibration_error, reliability
 
 
 def test_top_k_and_predictions_that_are_not_finite():

@@ -8,8 +8,8 @@ from torch import nn
 from transcription import SlowMGG, phi_of
 
 import mgtta
+from mgtta.learned.optimizer import generator_inputs
 from mgtta.losses import objective
-from mgtta.optim.mgg import generator_inputs
 
 
 def parameters(*sizes, seed=0, dtype=torch.float64):

@@ -5,7 +5,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import mgtta
-from mgtta._timm import timm
+from mgtta._lib.timm import timm
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 3, "num_heads": 2, "num_classes": CLASSES}
 

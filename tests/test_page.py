@@ -10,12 +10,12 @@ import pytest
 from made_up import budgets, fake, table_1
 
 from mgtta import cli
+from mgtta.bench.store import Store
 from mgtta.data.glyphs import Glyphs
-from mgtta.recipes import RECIPES
+from mgtta.methods.create import RECIPES
 from mgtta.report import page, sections, write_report
 from mgtta.report.charts import POINTS, running_accuracy
 from mgtta.report.examples import Example, Prediction, data_uri, embedded_examples
-from mgtta.store import Store
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1">{{ 7*7 }}%{x}<b>\'&amp;'
 IMAGE = data_uri(Glyphs(1)[0][0])

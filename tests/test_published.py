@@ -6,7 +6,7 @@ import pytest
 from made_up import budgets, fake, table_1
 
 from mgtta.data.corruptions import CORRUPTIONS
-from mgtta.recipes import RECIPES
+from mgtta.methods.create import RECIPES
 from mgtta.report import sections
 from mgtta.report.published import beside, published
 from mgtta.report.tables import markdown_report

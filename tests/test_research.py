@@ -7,7 +7,7 @@ import torch
 from conftest import images, vit
 
 import mgtta
-from mgtta.optim.mgg import BETAS, EPS, generator_inputs
+from mgtta.learned.optimizer import BETAS, EPS, generator_inputs
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from test_cli import run  # noqa: F401
 from test_methods import make, same
 
 import mgtta
-from mgtta import running
-from mgtta.files import write_tree
+from mgtta._lib.files import write_tree
+from mgtta.running import resume as running
 
 ROOT = Path(__file__).parent.parent
 

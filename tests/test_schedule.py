@@ -9,8 +9,8 @@ import torch
 from conftest import CLASSES, confident_vit, images, random_generator
 
 import mgtta
-from mgtta.files import read_tree, write_tree
-from mgtta.schedule import BURST, MEMORY, REST, SKIP, Schedule, summary
+from mgtta._lib.files import read_tree, write_tree
+from mgtta.adaptation.scheduled import BURST, MEMORY, REST, SKIP, Schedule, summary
 
 
 def make(name="mgtta", **settings):
@@ -285,7 +285,7 @@ def test_constants_are_compared_row_by_row(monkeypatch, tmp_path):
     import imagenet
     import schedule as compare
 
-    from mgtta import schedule
+    from mgtta.adaptation import scheduled as schedule
 
     for name in ("BURST", "REST", "SKIP"):  # which a row sets
         monkeypatch.setattr(schedule, name, getattr(schedule, name))

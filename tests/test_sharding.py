@@ -4,10 +4,10 @@ import pytest
 import torch
 from test_datasets import SIZE, encode, pixels, tar
 
+from mgtta._lib.ranks import Alone, share
 from mgtta.data.datasets import open_dataset
 from mgtta.data.shards import split
 from mgtta.data.streams import split_stream, stream
-from mgtta.distributed import Alone, share
 
 NUMBERS = (1, 2, 3, 5, 7)
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than there are cores

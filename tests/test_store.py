@@ -2,7 +2,7 @@ import json
 import multiprocessing
 import os
 
-from mgtta.store import Store
+from mgtta.bench.store import Store
 
 
 def test_cells_come_back_whole_and_once(tmp_path):

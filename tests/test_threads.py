@@ -14,9 +14,9 @@ from test_methods import make, same
 from torch.utils.data import DataLoader
 
 import mgtta
+from mgtta.adaptation.method import GradientMethod
 from mgtta.data.glyphs import Glyphs
 from mgtta.data.streams import _Loaded, corrupted, stream
-from mgtta.methods.base import GradientMethod
 
 ROOT = Path(__file__).parent.parent
 

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from mgtta.workers import WorkerError, spread
+from mgtta.bench.workers import WorkerError, spread
 
 
 def _strange():

@@ -27,8 +27,8 @@ from stages import STAGES, Results
 from tables import page
 from tasks import key, short
 
-from mgtta.files import atomic
-from mgtta.workers import spread
+from mgtta._lib.files import atomic
+from mgtta.bench.workers import spread
 
 
 def read(log: Path) -> Results:

@@ -20,8 +20,8 @@ from tasks import Objective, Training, Trial, key
 from torch import Tensor, nn
 
 import mgtta
+from mgtta._lib.files import read_tensors, write_tensors
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS, corrupt
-from mgtta.files import read_tensors, write_tensors
 
 PAPER = "paper"  # the shipped generator, trained by the paper's Algorithm 1
 

@@ -9,8 +9,8 @@ from tasks import Objective
 from torch import Tensor, nn
 
 from mgtta.losses import cross_entropy, entropy
-from mgtta.models import Classifier
-from mgtta.params import norm_parameters
+from mgtta.models.classifier import Classifier
+from mgtta.models.norms import norm_parameters
 
 
 class Model:

@@ -7,7 +7,7 @@ from objective import Model
 from tasks import Rule
 from torch import Tensor, nn
 
-from mgtta.generator import GradientMemory
+from mgtta.learned.generator import GradientMemory
 
 
 class Inputs:

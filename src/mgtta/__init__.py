@@ -3,50 +3,52 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from mgtta.checkpoint import import_released, load_generator, save_generator
-    from mgtta.evaluation import Record, evaluate
-    from mgtta.fisher import Fisher, fisher_information, load_fisher, save_fisher
-    from mgtta.generator import MetaGradientGenerator
-    from mgtta.guard import Guard, guarded
+    from mgtta.adaptation.guarded import Guard, guarded
+    from mgtta.evaluation.loop import evaluate
+    from mgtta.evaluation.record import Record
+    from mgtta.learned.files import import_released, load_generator, save_generator
+    from mgtta.learned.generator import MetaGradientGenerator
+    from mgtta.learned.optimizer import MGG
     from mgtta.losses import objective
-    from mgtta.meta import meta_train
-    from mgtta.models import Classifier, load_model
-    from mgtta.optim.mgg import MGG
-    from mgtta.params import norm_parameters
-    from mgtta.recipes import create
+    from mgtta.methods.create import create
+    from mgtta.models.classifier import Classifier
+    from mgtta.models.fisher import Fisher, fisher_information, load_fisher, save_fisher
+    from mgtta.models.loading import load_model
+    from mgtta.models.norms import norm_parameters
+    from mgtta.models.source import SourceStatistics, load_source, save_source, source_statistics
     from mgtta.report import write_report
-    from mgtta.running import load_state, save_state
-    from mgtta.source import SourceStatistics, load_source, save_source, source_statistics
+    from mgtta.running.resume import load_state, save_state
+    from mgtta.training.meta import meta_train
 
 _HOME = {  # loaded at first use, so that the command line answers without importing torch
-    "Classifier": "models",
-    "Fisher": "fisher",
-    "Guard": "guard",
-    "MGG": "optim.mgg",
-    "MetaGradientGenerator": "generator",
-    "Record": "evaluation",
-    "SourceStatistics": "source",
-    "create": "recipes",
-    "evaluate": "evaluation",
-    "fisher_information": "fisher",
-    "guarded": "guard",
-    "import_released": "checkpoint",
-    "load_fisher": "fisher",
-    "load_generator": "checkpoint",
-    "load_model": "models",
-    "load_source": "source",
-    "load_state": "running",
-    "meta_train": "meta",
-    "norm_parameters": "params",
+    "Classifier": "models.classifier",
+    "Fisher": "models.fisher",
+    "Guard": "adaptation.guarded",
+    "MGG": "learned.optimizer",
+    "MetaGradientGenerator": "learned.generator",
+    "Record": "evaluation.record",
+    "SourceStatistics": "models.source",
+    "create": "methods.create",
+    "evaluate": "evaluation.loop",
+    "fisher_information": "models.fisher",
+    "guarded": "adaptation.guarded",
+    "import_released": "learned.files",
+    "load_fisher": "models.fisher",
+    "load_generator": "learned.files",
+    "load_model": "models.loading",
+    "load_source": "models.source",
+    "load_state": "running.resume",
+    "meta_train": "training.meta",
+    "norm_parameters": "models.norms",
     "objective": "losses",
-    "save_fisher": "fisher",
-    "save_generator": "checkpoint",
-    "save_source": "source",
-    "save_state": "running",
-    "source_statistics": "source",
+    "save_fisher": "models.fisher",
+    "save_generator": "learned.files",
+    "save_source": "models.source",
+    "save_state": "running.resume",
+    "source_statistics": "models.source",
     "write_report": "report",
 }
 

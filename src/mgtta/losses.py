@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mgtta.distributed import ALONE, Alone, Moments, moments
+from mgtta._lib.ranks import ALONE, Alone, Moments, moments
 
 
 def entropy(logits: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from PIL import Image
 from torch import nn
 
 import mgtta
-from mgtta.guard import Guarded
-from mgtta.store import Store
+from mgtta.adaptation.guarded import Guarded
+from mgtta.bench.store import Store
 
 
 def net() -> nn.Module:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from mgtta._lib.errors import unknown
 from mgtta.data.images import ImageError, decode, is_image
 from mgtta.data.shards import expand, is_tar, split
 from mgtta.data.shards import samples as read_samples
-from mgtta.errors import unknown
 
 OnError = Literal["raise", "skip"]
 
@@ -246,7 +246,7 @@ def _labels(folders: list[str], kind: str, root: Path) -> tuple[Mapping[str, int
 @cache
 def synsets() -> dict[str, int]:
     """ImageNet's 1000 synsets -> the class index of each."""
-    from mgtta._timm import timm
+    from mgtta._lib.timm import timm
 
     return {name: i for i, name in enumerate(timm.data.ImageNetInfo().label_names())}
 

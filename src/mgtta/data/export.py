@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mgtta.bars import progress_bar
+from mgtta._lib.bars import progress_bar
 
 from .corruptions import CORRUPTIONS, SEVERITIES, VALIDATION_CORRUPTIONS, corrupt, frost_source
 

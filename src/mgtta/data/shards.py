@@ -20,9 +20,9 @@ import webdataset
 from webdataset.shardlists import expand_urls
 from webdataset.tariterators import group_by_keys
 
+from mgtta._lib.errors import unknown
+from mgtta._lib.files import atomic
 from mgtta.data.images import EXTENSIONS, MAX_BYTES, ImageError
-from mgtta.errors import unknown
-from mgtta.files import atomic
 
 SCHEMES = ("http", "https", "ftps", "sftp", "scp", "gs", "hf", "ais")  # "pipe:" would run a shell command
 

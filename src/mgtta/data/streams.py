@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from mgtta._lib.errors import unknown
+from mgtta._lib.profile import part
+from mgtta._lib.ranks import Alone, share
 from mgtta.data.corruptions import CORRUPTIONS, SEVERITIES, VALIDATION_CORRUPTIONS, corrupt
 from mgtta.data.datasets import imagenet_c
 from mgtta.data.images import ImageError
-from mgtta.distributed import Alone, share
-from mgtta.errors import unknown
-from mgtta.profile import part
 
 GRADUAL = (1, 2, 3, 4, 5, 4, 3, 2, 1)  # severities of the gradual setting
 

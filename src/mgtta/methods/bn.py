@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgtta.methods.base import Method
-from mgtta.models import Classifier
-from mgtta.params import batch_norms
+from mgtta.adaptation.method import Method
+from mgtta.models.classifier import Classifier
+from mgtta.models.norms import batch_norms
 
 
 class BatchNormStatistics(Method):

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgtta.augment import random_view
+from mgtta.adaptation.method import GradientMethod, OptimizerFactory
 from mgtta.losses import cross_entropy, symmetric_cross_entropy
-from mgtta.methods.base import GradientMethod, OptimizerFactory
-from mgtta.models import Classifier
+from mgtta.methods._augment import random_view
+from mgtta.models.classifier import Classifier
 
 
 class CoTTA(GradientMethod):

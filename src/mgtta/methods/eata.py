@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from mgtta.fisher import Fisher
+from mgtta.adaptation.method import GradientMethod, OptimizerFactory, frozen
 from mgtta.losses import entropy
-from mgtta.methods.base import GradientMethod, OptimizerFactory, frozen
-from mgtta.models import Classifier
-from mgtta.params import norm_parameters
+from mgtta.models.classifier import Classifier
+from mgtta.models.fisher import Fisher
+from mgtta.models.norms import norm_parameters
 
 MOMENTUM = 0.9  # of m
 

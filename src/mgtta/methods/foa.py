@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mgtta.adaptation.method import Method
 from mgtta.losses import objective
-from mgtta.methods.base import Method
-from mgtta.models import Classifier
-from mgtta.optim.evolution import Evolution
-from mgtta.source import SourceStatistics
+from mgtta.methods._evolution import Evolution
+from mgtta.models.classifier import Classifier
+from mgtta.models.source import SourceStatistics
 
 IMAGES = 64  # images of a forward pass, over which small batches are filled up with candidates
 

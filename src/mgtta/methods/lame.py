@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mgtta.methods.base import Method
-from mgtta.models import Classifier
+from mgtta.adaptation.method import Method
+from mgtta.models.classifier import Classifier
 
 
 class LAME(Method):

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from mgtta.adaptation.method import GradientMethod, OptimizerFactory
 from mgtta.losses import objective
-from mgtta.methods.base import GradientMethod, OptimizerFactory
-from mgtta.models import Classifier
-from mgtta.params import norm_parameters
-from mgtta.source import SourceStatistics
+from mgtta.models.classifier import Classifier
+from mgtta.models.norms import norm_parameters
+from mgtta.models.source import SourceStatistics
 
 
 class MGTTA(GradientMethod):

@@ -8,10 +8,10 @@ head is linear, taking the shift back before it is the same as adding W (mu - m)
 import torch
 from torch import Tensor
 
-from mgtta.methods.base import OptimizerFactory
+from mgtta.adaptation.method import OptimizerFactory
 from mgtta.methods.mgtta import MGTTA
-from mgtta.models import Classifier
-from mgtta.source import SourceStatistics
+from mgtta.models.classifier import Classifier
+from mgtta.models.source import SourceStatistics
 
 MEMORY = 640  # images: ten batches of 64
 PRIOR = 16  # images that the source's mean counts for at the start

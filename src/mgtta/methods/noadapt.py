@@ -1,6 +1,6 @@
 """NoAdapt: the source model as it is; what every other method must beat."""
 
-from mgtta.methods.base import Method
+from mgtta.adaptation.method import Method
 
 
 class NoAdapt(Method):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from mgtta.augment import random_view
+from mgtta.adaptation.method import GradientMethod, OptimizerFactory, frozen
 from mgtta.losses import entropy, symmetric_cross_entropy
-from mgtta.methods.base import GradientMethod, OptimizerFactory, frozen
-from mgtta.models import Classifier
-from mgtta.params import norm_parameters
+from mgtta.methods._augment import random_view
+from mgtta.models.classifier import Classifier
+from mgtta.models.norms import norm_parameters
 
 
 class ROID(GradientMethod):

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mgtta.adaptation.method import GradientMethod, OptimizerFactory
 from mgtta.losses import entropy
-from mgtta.methods.base import GradientMethod, OptimizerFactory
-from mgtta.models import Classifier
-from mgtta.optim.sam import SAM
-from mgtta.params import early_norm_parameters
+from mgtta.methods._sam import SAM
+from mgtta.models.classifier import Classifier
+from mgtta.models.norms import early_norm_parameters
 
 
 class SAR(GradientMethod):

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from mgtta.augment import check_images
+from mgtta.adaptation.method import GradientMethod, OptimizerFactory
 from mgtta.losses import cross_entropy, entropy
-from mgtta.methods.base import GradientMethod, OptimizerFactory
-from mgtta.models import Classifier
-from mgtta.params import norm_parameters
+from mgtta.methods._augment import check_images
+from mgtta.models.classifier import Classifier
+from mgtta.models.norms import norm_parameters
 
 GRID = 14
 MOMENTUM = 0.9  # of predictor and noise

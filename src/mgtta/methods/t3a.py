@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mgtta.adaptation.method import Method
 from mgtta.losses import entropy
-from mgtta.methods.base import Method
-from mgtta.models import Classifier
+from mgtta.models.classifier import Classifier
 
 
 class T3A(Method):

@@ -11,16 +11,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from mgtta._lib.shipped import shipped
+from mgtta.adaptation.method import Method
+from mgtta.bench.experiments import EMBEDDED
+from mgtta.data.cache import Held, Room
 from mgtta.data.glyphs import CLASSES, Glyphs
-from mgtta.data.held import Held, Room
 from mgtta.data.streams import Batch, corrupted, stream
-from mgtta.experiments import EMBEDDED
-from mgtta.methods.base import Method
-from mgtta.models import Classifier, load_model
-from mgtta.recipes import create, needs_source, recipe_settings
+from mgtta.methods.create import create, needs_source, recipe_settings
+from mgtta.models.classifier import Classifier
+from mgtta.models.loading import load_model
+from mgtta.models.source import load_source
 from mgtta.report.summary import Record, unique
-from mgtta.shipped import shipped
-from mgtta.source import load_source
 
 CHARACTERS = "rendered characters"  # what bench calls the embedded data
 

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from mgtta.data.corruptions import CORRUPTIONS
-from mgtta.recipes import RECIPES
+from mgtta.methods.create import RECIPES
 
 Record = dict[str, Any]
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mgtta.alarms import guard_words
+from mgtta.report.alarms import guard_words
 from mgtta.report.paired import Difference, differences
 from mgtta.report.summary import DIGITS, LOWER_IS_BETTER, MEAN, Figure, Record, Section, images_of, label, unique
 

@@ -4,13 +4,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from mgtta.files import atomic
-from mgtta.records import checked
+from mgtta._lib.files import atomic
+from mgtta.bench.store import Store
+from mgtta.evaluation.record import checked
 from mgtta.report.examples import Example, embedded_examples
 from mgtta.report.page import page
 from mgtta.report.summary import sections
 from mgtta.report.tables import latex_report, markdown_report
-from mgtta.store import Store
 
 
 def write_report(

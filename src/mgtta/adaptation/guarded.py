@@ -1,0 +1,471 @@
+"""A guard against collapse: it watches a method without labels, and brings it back when adaptation does harm.
+
+What it goes by is what the source model would have said. Now and then it asks the source about images of the batch at
+hand. A prediction that the source was sure of, and that adaptation has changed, counts as lost (see watch.py); their
+share among all the images asked about is an estimate, without labels, of the accuracy that adaptation costs. The more
+images the source is unsure of, the more there is to win, and the more losses are tolerated for it.
+
+In nets with BatchNorm most methods normalise by the batch at hand, which by itself changes many predictions, mostly for
+the better. There the source is asked about whole batches, and normalises as the method does, so that the two differ by
+what was learned alone; except in batches so small that their statistics are poor, and the source's own are the measure.
+
+When to ask: never, but for such small batches, as long as the parameters have hardly moved; when they have moved twice
+as far as they had when it was last asked, or as far, where entropy or diversity of the predictions have changed; after
+every so many images, and earlier after a start or an alarm; where one class has most of the predictions; and at every
+batch as long as there is doubt. Where a batch has hardly an image that the source is sure of (noise, a batch of one),
+anchors serve: images it was sure of earlier.
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mgtta._lib.errors import unknown
+from mgtta.adaptation.method import Method
+from mgtta.adaptation.watch import DEVIATIONS, WINDOW, Watch, excess, saved_watch, what_is_lost
+from mgtta.models.classifier import Classifier
+from mgtta.models.features import FirstPass
+from mgtta.models.norms import batch_norms
+
+POLICIES = ("rollback", "slow", "source")
+CLOSER = 4  # times as often as usual the source is asked after an alarm
+FEW = 4  # sure images under which a batch says too little, and the anchors are asked
+CLEAR = 0.25  # of the images asked about that the source must be sure of to clear a method
+FACTOR = 2.0  # by which entropy may rise or fall, and diversity fall, before it is strange; and of doubt
+FIRST = 0.04  # of `moved`: the way from a start at which the source is first asked; twice as far each time
+STILL = 0.01  # of `moved`: a way of which nothing can come
+MANY = 16  # images of a batch whose own statistics may serve BatchNorm
+ENOUGH = 64  # images after which the share of a class says something
+EVENTS = 1000  # that are kept, the first ones: a run may last for ever
+MEMORY = 0.5  # of the running entropy and diversity, for a batch of 64 images
+
+
+@dataclass(frozen=True, eq=False)
+class Guard:
+    """Settings of a guard.
+
+    Attributes:
+        policy: what to do at the first alarm, the second, and so on; the last one stays. "rollback": back to the
+            last state found good; "slow": that, and a lower learning rate; "source": the source model, which
+            predicts without adapting for `rest` images (twice as long each time), and then adapts afresh.
+        tolerance: the share of predictions that may be lost where the source is sure of all images; three times
+            as many where it is sure of none.
+        sure: the source's confidence above which its prediction counts.
+        every: images between two questions to the source, where nothing calls for one earlier; longer where whole
+            batches are asked about, so that the cost is the same.
+        images: how many images the source is asked about; whole batches where BatchNorm normalises by them.
+        moved: the way of the parameters, relative to their length, after which the source is asked at the latest.
+        anchors: how many to keep of the images that the source was sure of; or your own, clean ones.
+        dominance: the share of the predictions that one class may have. Above it, and above five times what a class
+            has on average, where most predictions that the method and the source are sure of are that class, the
+            stream comes class by class: a batch then says little of the domain, and the source model predicts,
+            without adapting, for `pause` images. Where the source says otherwise, that class counts as lost, be it
+            sure or not.
+        pause: see `dominance`.
+        slower: factor on the learning rate.
+        rest: images for which "source" predicts without adapting, the first time.
+        calm: images without alarm, a rest not counted, after which `policy` begins anew, and the source is asked as
+            rarely as before.
+    """
+
+    policy: Sequence[str] = ("slow", "slow", "source")
+    tolerance: float = 0.01
+    sure: float = 0.9
+    every: int = 1024
+    images: int = 8
+    moved: float = 0.05
+    anchors: int | Tensor = 16
+    dominance: float = 0.25
+    pause: int = 512
+    slower: float = 0.1
+    rest: int = 4096
+    calm: int = 8192
+
+    def __post_init__(self) -> None:
+        policy = (self.policy,) if isinstance(self.policy, str) else tuple(self.policy)
+        object.__setattr__(self, "policy", policy)
+        for name in policy:
+            if name not in POLICIES:
+                raise unknown("policy of a guard", name, POLICIES)
+        count = len(self.anchors) if isinstance(self.anchors, Tensor) else self.anchors
+        if not policy or min(self.every, self.images, self.pause, self.rest, self.calm, count + 1) < 1:
+            raise ValueError("a guard needs a policy; every, images, pause, rest and calm are at least 1, anchors 0")
+        if not (0 < self.tolerance < 1 and 0 < self.sure < 1 and 0 < self.slower < 1 and self.moved > 0):
+            raise ValueError("tolerance, sure and slower lie between 0 and 1, and moved is above 0")
+        if not self.dominance > 0:
+            raise ValueError("dominance is above 0; 1 and more switch it off")
+
+
+class Guarded(Method):
+    """A method under a guard; a method like any other.
+
+    Attributes:
+        method: what is guarded.
+        events: what the guard did since the last reset, and why: dicts of plain values, the first 1,000.
+    """
+
+    def __init__(self, method: Method, guard: Guard):
+        nn.Module.__init__(self)
+        self.method, self.guard = method, guard
+        self.optimizer, self.random, self.needs = method.optimizer, method.random, method.needs
+        self._turn = method._turn
+        method._remember_start()
+        self.source = _source_model(method)
+        self.unlearned = _normalising_by_batches(self.source, method.model)
+        self._scale = math.sqrt(sum(float(p.detach().square().sum()) for p in method.adapted.values())) or 1.0
+        self.watch = self._fresh()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "method":
+                raise
+            return getattr(self.method, name)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.watch.events
+
+    @property
+    def fast(self) -> Any:  # type: ignore[override]
+        return self.method.fast
+
+    @property
+    def schedule(self) -> Any:
+        return self.method.schedule
+
+    def _settle(self) -> None:
+        self.method._settle()
+
+    def warm_up(self, x: Tensor) -> None:
+        self.method.warm_up(x)
+
+    @property
+    def kind(self) -> str:
+        return f"guarded {self.method.kind}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The method's logits, or the source's where the guard finds that the method has gone wrong."""
+        self.source.check(x)
+        with self._turn, torch.inference_mode(False):
+            watch = self.watch
+            if watch.images < watch.rest_until:
+                logits = self._ask(self.source, x)[0]
+                watch.images += len(logits)
+                return logits
+            due = self._due(len(x))
+            after_rest = watch.rest_until > 0 and watch.probs is None
+            before = self.method.state_dict() if due or after_rest else None
+            logits, features = self._adapted(x) if due else (self.method(x), None)
+            watch.images += len(logits)
+            self._follow(logits)
+            if (top := self._dominant(self.guard.dominance)) is not None and self._mostly(top, logits):
+                asked = self._ask(self.source, x)[0]
+                if self._mostly(top, asked):
+                    self._pause(before)
+                    return asked
+            return self._judge(x, logits, features, before) if due and before is not None else logits
+
+    def predict(self, x: Tensor) -> Tensor:
+        resting = self.watch.images < self.watch.rest_until
+        return self._ask(self.source, x)[0] if resting else self.method.predict(x)
+
+    def reset(self) -> None:
+        with self._turn:
+            self.method.reset()
+            self.watch = self._fresh()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        if args or kwargs:
+            return nn.Module.state_dict(self, *args, **kwargs)
+        with self._turn:
+            watch = {name: getattr(self.watch, name) for name in vars(self.watch)}
+            return {"kind": self.kind, "method": self.method.state_dict(), "guard": copy.deepcopy(watch)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
+        if not isinstance(state, dict) or state.keys() != {"kind", "method", "guard"}:
+            raise ValueError("this is not a state that a guarded method's state_dict gave")
+        with self._turn:
+            watch = saved_watch(state["guard"], {name: p.shape for name, p in self.method.adapted.items()})
+            before = self.method.state_dict()
+            if watch.snapshot is not None:
+                self.method.load_state_dict(watch.snapshot)  # to find out whether it fits
+            try:
+                self.method.load_state_dict(state["method"])
+            except ValueError:
+                self.method.load_state_dict(before)
+                raise
+            self.watch = watch
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Guarded":
+        nn.Module._apply(self, fn, recurse)
+        return self
+
+    # --- the signals
+
+    def _fresh(self) -> Watch:
+        watch = Watch()
+        if isinstance(self.guard.anchors, Tensor) and len(self.guard.anchors):
+            watch.anchors = _as_bytes(self.guard.anchors)
+        return watch
+
+    @torch.no_grad()
+    def _ask(self, model: Classifier, x: Tensor) -> tuple[Tensor, Tensor]:
+        """A model's logits (N, C), and its last layer's features (N, d)."""
+        logits, features = model.features(x)
+        return logits, features[-1]
+
+    def _reference(self, n: int) -> Classifier:
+        """What the method would be in a batch of n images, had it not learned."""
+        return self.source if self.unlearned is None or n < MANY else self.unlearned
+
+    def _adapted(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The method's logits (N, C), and the last layer's features (N, d) where they could be had."""
+        model = self.method.model
+        with FirstPass(model.net, model._taps[-1:]) as first:
+            logits = self.method(x)
+        return logits, first.found.get(model._taps[-1].name)
+
+    @torch.no_grad()
+    def _follow(self, logits: Tensor) -> None:
+        """Running entropy and mean of the predictions, weighed by images."""
+        log_p = logits.log_softmax(-1)
+        p = log_p.exp()
+        found = torch.cat([p, -(p * log_p).sum(-1, keepdim=True)], 1).mean(0).cpu()  # (C + 1,), one wait for a device
+        if not found.isfinite().all():
+            logits = logits[logits.isfinite().all(-1)]
+            return self._follow(logits) if len(logits) else None
+        mean_entropy = float(found[-1]) / math.log(len(found) - 1)
+        return self.watch.follow(found[:-1], mean_entropy, MEMORY ** (len(logits) / 64))
+
+    def signals(self) -> dict[str, float]:
+        """Entropy and diversity of the predictions, each in [0, 1]; the way from the source; the share lost."""
+        watch = self.watch
+        found = {"lost": watch.share, "distance": self._way(None)}
+        if watch.entropy is not None:
+            found |= {"entropy": watch.entropy, "diversity": watch.diversity()}
+        return found
+
+    @torch.no_grad()
+    def _way(self, since: dict[str, Tensor] | None) -> float:
+        """How far the parameters are from these, or from the source's, relative to the length of the source's."""
+        adapted = self.method.adapted
+        if since is None:
+            since = self.method._start["params"]  # type: ignore[index]
+        if not adapted:
+            return 0.0
+        apart = torch._foreach_sub(list(adapted.values()), [since[name].to(p) for name, p in adapted.items()])
+        return float(torch.stack(torch._foreach_norm(apart)).norm()) / self._scale
+
+    def _due(self, n: int) -> bool:
+        """Whether, before a batch of n images is seen, the source should be asked about it."""
+        watch, guard = self.watch, self.guard
+        if watch.left or watch.doubt:
+            return True
+        way = self._way(watch.there)
+        poor = self.unlearned is not None and n < MANY  # statistics, which do harm without any learning
+        if way <= STILL * guard.moved and self.method.adapted and not poor:
+            return False
+        soon = max(1, watch.asked_at - watch.began)  # the time since a start doubles between two questions
+        every = guard.every // CLOSER if self._wary() else guard.every
+        if not self._wary() and self._reference(n) is self.unlearned:
+            every, soon = every * n // guard.images, soon * n // guard.images
+        if watch.images - max(watch.asked_at, watch.began) >= min(every, soon):
+            return True
+        if watch.images - watch.asked_at >= ENOUGH and self._dominant(0.5) is not None:
+            return True
+        allowed = min(max(2 * watch.good.get("distance", 0.0), FIRST * guard.moved), guard.moved)
+        if self._strange():
+            allowed = allowed / 2 if watch.there is not None else 0.0
+        return not way <= allowed
+
+    def _wary(self) -> bool:
+        """Whether the last alarm was not long ago: then the source is asked more often, and about whole batches."""
+        return self.watch.step > 0 and self.watch.images - self.watch.began <= self.guard.calm
+
+    def _strange(self) -> bool:
+        """Whether entropy or diversity have left the range of the last good state."""
+        watch = self.watch
+        if watch.entropy is None or "entropy" not in watch.good:
+            return False
+        floor = 0.02  # an entropy of nearly nothing may double without a meaning
+        ratio = (watch.entropy + floor) / (watch.good["entropy"] + floor)
+        return not 1 / FACTOR <= ratio <= FACTOR or watch.diversity() < watch.good["diversity"] / FACTOR
+
+    def _dominant(self, most: float) -> int | None:
+        """The class that has more than this share of the predictions; none soon after a start or an alarm."""
+        watch = self.watch
+        if watch.probs is None or watch.images - watch.began < ENOUGH:
+            return None
+        share, top = watch.probs.max(0)
+        return int(top) if float(share) > max(most, 5 / len(watch.probs)) else None
+
+    def _mostly(self, top: int, logits: Tensor) -> bool:
+        """Whether most of the predictions that are sure are this class, and a few are sure at all."""
+        best, y = logits.softmax(-1).max(-1)
+        y = y[best >= self.guard.sure]
+        return len(y) >= FEW and 2 * int((y == top).sum()) > len(y)
+
+    # --- the verdict
+
+    @torch.no_grad()
+    def _judge(self, x: Tensor, logits: Tensor, features: Tensor | None, before: dict[str, Any]) -> Tensor:
+        """Ask about x, or some of it; on alarm act, and give the source's logits in the place of these."""
+        watch, guard, reference = self.watch, self.guard, self._reference(len(x))
+        if not watch.left:
+            watch.left = WINDOW // 2 if watch.doubt or self._wary() else guard.images
+        some = x if reference is self.unlearned else x[: watch.left]
+        asked, source_features = self._ask(reference, some)
+        lost, sure = what_is_lost(asked, logits[: len(some)], guard.sure, self._dominant(guard.dominance))
+        watch.left = max(watch.left - len(some), 0)
+        seen = (len(lost), float(lost.sum()), float((~sure).sum()))
+        watch.look = [a + b for a, b in zip(watch.look, seen, strict=True)]
+        alarm = watch.alarming(guard.tolerance)
+        if not watch.left:
+            alarm = self._end_look(before) or alarm
+        found = self.signals()
+        if features is not None and len(features) == len(x):
+            gap = features[: len(some)].mean(0) - source_features.mean(0)
+            found["features"] = float(gap.norm() / source_features.norm(dim=-1).mean())
+        if alarm:
+            self._act(found)
+            return asked if reference is self.source and len(asked) == len(x) else self._ask(self.source, x)[0]
+        if not watch.left:
+            watch.good = found
+            if watch.weight >= WINDOW / 4 and watch.excess(guard.tolerance) <= 1:
+                watch.snapshot = before
+        self._keep_anchor(some, sure)
+        return logits
+
+    def _end_look(self, before: dict[str, Any]) -> bool:
+        """Draw the conclusions of a look that is complete; True where the anchors raise an alarm."""
+        watch, tolerance = self.watch, self.guard.tolerance
+        images, lost, unsure = watch.look
+        watch.end_look()
+        watch.asked_at = watch.images
+        watch.doubt = excess(lost, unsure, images, tolerance) > FACTOR
+        way = self._way(watch.there)
+        if images - unsure >= CLEAR * images or way > self.guard.moved:
+            watch.there = before["params"]  # or it stays, so that many small ways add up to one
+        moved = way > FIRST * self.guard.moved or not self.method.adapted
+        if images - unsure >= FEW or watch.anchors is None or not moved:
+            return False
+        return self._lost_of_anchors(watch.anchors) > tolerance
+
+    def _lost_of_anchors(self, images: Tensor) -> float:
+        """The share lost among the anchors, less the chance in it; the method's random numbers stay as they are."""
+        if self.unlearned is not None and len(images) < MANY:
+            return 0.0
+        random = None if self.random is None else self.random.get_state()
+        logits = self.method.predict(images)
+        if self.random is not None and random is not None:
+            self.random.set_state(random)
+        lost, _ = what_is_lost(self._ask(self._reference(len(images)), images)[0], logits, self.guard.sure)
+        share = float(lost.mean())
+        return share - DEVIATIONS * math.sqrt(share / len(lost))
+
+    def _keep_anchor(self, x: Tensor, sure: Tensor) -> None:
+        """The first sure images become anchors, until there are enough."""
+        most, watch = self.guard.anchors, self.watch
+        if isinstance(most, Tensor) or not sure.any():
+            return
+        have = 0 if watch.anchors is None else len(watch.anchors)
+        if have >= most or (watch.anchors is not None and watch.anchors.shape[1:] != x.shape[1:]):
+            return
+        images = _as_bytes(x[sure.to(x.device)][: most - have])
+        watch.anchors = images if watch.anchors is None else torch.cat([watch.anchors, images])
+
+    def _act(self, found: dict[str, float]) -> None:
+        watch, guard = self.watch, self.guard
+        if watch.images - watch.began > guard.calm:
+            watch.step = 0
+        action = guard.policy[min(watch.step, len(guard.policy) - 1)]
+        watch.step += 1
+        watch.alarm_at = watch.images
+        if action == "slow":
+            watch.pace *= guard.slower
+        if action == "source":
+            watch.rest_until = watch.images + guard.rest * 2**watch.rests
+            watch.rests += 1
+            watch.snapshot = None
+        self._restore(watch.snapshot)
+        watch.snapshot = None  # what raises an alarm again was not good
+        watch.forget()
+        self._note(action, found)
+
+    def _pause(self, before: dict[str, Any] | None) -> None:
+        """Let the source predict for a while; what was learned stays, unless there is doubt about it.
+
+        before: the method's state before this batch, where it is known: then the batch is not learned from.
+        """
+        watch, found = self.watch, self.signals()
+        if watch.doubt:
+            self._restore(watch.snapshot)
+            watch.forget()
+        elif before is not None:
+            self._restore(before)
+        watch.entropy = watch.probs = None
+        watch.rest_until = watch.images + self.guard.pause
+        self._note("pause", found)
+
+    def _note(self, action: str, found: dict[str, float]) -> None:
+        watch = self.watch
+        if len(watch.events) < EVENTS:
+            watch.events.append({"image": watch.images, "action": action, "pace": watch.pace, **found})
+
+    def _restore(self, state: dict[str, Any] | None) -> None:
+        """This state, or the start, at the present pace; what was counted stays counted."""
+        method, start = self.method, self.method._start
+        assert start is not None
+        counted = {name: getattr(method, name) for name in start["counters"]}
+        method._load(start if state is None else state)
+        for name, value in counted.items():
+            setattr(method, name, value)
+        if method.optimizer is not None:
+            first = start["optimizer"]["param_groups"]
+            for group, original in zip(method.optimizer.param_groups, first, strict=True):
+                group["lr"] = original["lr"] * self.watch.pace
+
+
+def guarded(method: Method, guard: Guard | bool = True) -> Guarded:
+    """The method under a guard, from its present settings and the source model on.
+
+    Args:
+        guard: settings; True for the default ones.
+    """
+    if isinstance(method, Guarded):
+        raise ValueError("this method is guarded already")
+    if not isinstance(guard, Guard | bool):
+        raise TypeError(f"guard must be True, or mgtta.Guard(...), not {type(guard).__name__}")
+    with torch.inference_mode(False):
+        return Guarded(method, guard if isinstance(guard, Guard) else Guard())
+
+
+def _source_model(method: Method) -> Classifier:
+    """The model as it was before it adapted, sharing the weights that never change."""
+    shared = {id(p): p for p in method.model.parameters() if not any(p is own for own in method.adapted.values())}
+    source = copy.deepcopy(method.model, shared).requires_grad_(False).use_running_statistics()
+    assert method._start is not None
+    params = dict(source.named_parameters())
+    with torch.no_grad():
+        for name, value in method._start["params"].items():
+            params[name].copy_(value)
+    return source
+
+
+def _normalising_by_batches(source: Classifier, adapting: Classifier) -> Classifier | None:
+    """The source model with the batch's statistics in its BatchNorm layers; None where the adapting one has none."""
+    if not adapting._uses_batch_statistics or not batch_norms(adapting.net):
+        return None
+    return copy.deepcopy(source, {id(p): p for p in source.parameters()}).use_batch_statistics()
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    x = x.detach().cpu()
+    return x.clone() if x.dtype == torch.uint8 else (x.float().clamp(0, 1) * 255).round().to(torch.uint8)

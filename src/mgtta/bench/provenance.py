@@ -1,0 +1,75 @@
+"""What a run reads from disk: whether it still is what it was, and whether test images are kept apart from others."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mgtta.bench.experiments import Cell, Setup
+from mgtta.data.shards import expand, is_tar
+from mgtta.models.loading import load_model
+
+FILES = 1000  # of a folder, by whose names and sizes it is known
+CONTENT = 2**24  # bytes up to which a file is known by what is in it
+
+
+def seen(setup: Setup, cells: Iterable[Cell]) -> dict[str, str]:
+    """Each option that names something on this disk, and what it names -> a hash of what is there."""
+    named = {
+        ("--data", setup.data), ("--validation", setup.validation), ("--source", setup.source),
+        ("--generator", setup.generator), *(("--variant", cell.data) for cell in cells),
+    }  # fmt: skip
+    found = {f"{option} {name}": _glance(name) for option, name in named if name is not None}
+    return {key: value for key, value in sorted(found.items()) if value is not None}
+
+
+def check_unchanged(protocols: list[dict[str, Any]], setup: Setup, cells: Iterable[Cell], path: Path) -> None:
+    """Records go by names; what these stand for must not have changed since."""
+    now = seen(setup, cells)
+    for protocol in protocols:
+        for key, value in (protocol.get("inputs") or {}).items():
+            if now.get(key, value) != value:
+                raise ValueError(f"{path} has records of another {key}, which has changed since: take another --out")
+    same = [p for p in protocols if (p["model"], p["checkpoint"]) == (setup.model, setup.checkpoint)]
+    weights = load_model(setup.model, setup.checkpoint, **setup.head).fingerprint() if same else None
+    if other := next((p["weights"] for p in same if p["weights"] != weights), None):
+        name = setup.checkpoint or setup.model
+        raise ValueError(
+            f"{path} has records of {name} with other weights ({other}, now {weights}): take another --out"
+        )
+
+
+def check_apart(data: str | None, validation: str | None) -> None:
+    """Refuse test images that are validation images, whatever they are called."""
+    if data is not None and validation is not None and _places(data) & _places(validation):
+        raise ValueError("the validation images are the test images: name others, or none")
+
+
+def _glance(name: str) -> str | None:
+    """A hash of a file's content; of a larger one, or of a folder or tars, that of the first names and sizes."""
+    files = list(islice(_files(name), FILES))
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for file in files:
+        size = os.path.getsize(file)
+        digest.update(f"{os.path.relpath(file, os.path.dirname(files[0]))} {size}".encode())
+        if len(files) == 1 and size <= CONTENT:
+            digest.update(Path(file).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _files(name: str) -> Iterator[str]:
+    if is_tar(name):
+        yield from filter(os.path.isfile, expand(name))  # URLs are none
+    elif os.path.isfile(name):
+        yield name
+    for folder, below, names in os.walk(os.path.expanduser(name)):
+        below.sort()
+        yield from (os.path.join(folder, each) for each in sorted(names))
+
+
+def _places(name: str) -> set[Path]:
+    return {Path(each).expanduser().resolve() for each in (expand(name) if is_tar(name) else [name])}

@@ -1,0 +1,94 @@
+"""What a benchmark does while it does it: bars for people, lines of JSON for machines."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.progress import TaskID, TextColumn
+
+from mgtta._lib.bars import progress_bar
+from mgtta.bench.experiments import Cell
+from mgtta.bench.resources import Watch
+from mgtta.evaluation.record import Record
+
+
+class Bars(Watch):
+    """A bar with the cells done and the time left, and a line on what runs: accuracy so far and images a second."""
+
+    def __init__(self) -> None:
+        self.progress = progress_bar(TextColumn("{task.fields[now]}"), compact=True, transient=True)
+        self.task: TaskID | None = None
+        self.finished, self.total = 0, 0
+        self.running: tuple[Cell | None, float] = (None, 0.0)  # what runs here, and when its first batch was done
+        self.seen = 0
+
+    def __enter__(self) -> "Bars":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def start(self, title: str, cells: int, finished: int) -> None:
+        self.finished, self.total = finished, cells
+        self.task = self.progress.add_task(title, total=cells, completed=finished, now="")
+
+    def note(self, text: str) -> None:
+        self._show(text)
+
+    def batch(self, cell: Cell, record: Record, part: float) -> None:
+        now, speed = time.perf_counter(), ""
+        if self.running[0] is not cell:
+            self.running, self.seen = (cell, now), 0
+        else:
+            self.seen += record.sizes[-1]
+            speed = f", {self.seen / max(now - self.running[1], 1e-9):.0f} images/s"
+        accuracy = "" if record.top1 is None else f": {record.top1:.1f} %"
+        self._show(f"{cell.method} on {record.domain}{accuracy}{speed}", part)
+
+    def cell(self, cell: Cell, records: list[dict[str, Any]], fresh: bool) -> None:
+        if fresh:
+            self.finished += 1
+            self._show(_result(cell, records))
+
+    def _show(self, text: str, part: float = 0.0) -> None:
+        if self.task is not None:
+            self.progress.update(self.task, completed=min(self.finished + part, self.total), now=text)
+
+
+class Lines(Watch):
+    """One line of JSON on the standard output for each event: start, note, record; end or error."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.records = 0
+
+    def __enter__(self) -> "Lines":
+        return self
+
+    def __exit__(self, kind: type | None, error: object, _: object) -> None:
+        if kind is None:
+            self._say("end", records=self.records, out=str(self.out))
+        elif issubclass(kind, Exception):
+            self._say("error", text=str(error))
+
+    def start(self, title: str, cells: int, finished: int) -> None:
+        self._say("start", experiment=title, cells=cells, finished=finished)
+
+    def note(self, text: str) -> None:
+        self._say("note", text=text)
+
+    def cell(self, cell: Cell, records: list[dict[str, Any]], fresh: bool) -> None:
+        for record in records:
+            self.records += 1
+            self._say("record", fresh=fresh, **record)
+
+    def _say(self, event: str, **content: Any) -> None:
+        print(json.dumps({"event": event, **content}), flush=True)
+
+
+def _result(cell: Cell, records: list[dict[str, Any]]) -> str:
+    found = [r["top1"] for r in records if r["top1"] is not None]
+    accuracy = f": {sum(found) / len(found):.1f} %" if found else ""
+    return f"{cell}{accuracy}"

@@ -1,0 +1,126 @@
+"""Ways back that a compiler does not find: LayerNorm's in one pass over the rows, and that of queries, keys and values.
+
+LayerNorm's is a kernel (Triton, for a GPU) with a plain twin.
+
+Notation    y = z w + b, z the normalised input, s = 1 / std of each row, g = dL/dy
+            dL/dx = s (g w - mean(g w) - z mean(g w z)), dL/dw = sum of g z over rows, dL/db = sum of g
+Shapes      N images, L tokens, d features
+"""
+
+import torch
+from torch import Tensor
+
+from mgtta._lib.triton import tl, triton
+
+
+@torch.library.custom_op("mgtta::qkv_backward", mutates_args=())
+def qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of h (N, L, d), where queries, keys and values (N, heads, L, size) are those of h W^T + b.
+
+    Three products that add up in place, so that the gradients need not be laid side by side first.
+    """
+    n, heads, length, size = dq.shape
+    rows = [g.transpose(1, 2).reshape(n * length, heads * size) for g in (dq, dk, dv)]
+    parts = weight.split(heads * size)
+    found = rows[0] @ parts[0]
+    for grad, part in zip(rows[1:], parts[1:], strict=True):
+        found.addmm_(grad, part)
+    return found.view(n, length, -1)
+
+
+@qkv_backward.register_fake
+def _(dq: Tensor, dk: Tensor, dv: Tensor, weight: Tensor) -> Tensor:
+    return dq.new_empty(dq.shape[0], dq.shape[2], weight.shape[1])
+
+
+PROGRAMS = 912  # each takes its share of the rows; an H200 has room for all at once
+
+
+def norm_backward(
+    grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor, tap: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, weight and bias.
+
+    Args:
+        grad: of y, (N, L, d), of the dtype of `through` and of the gradient of x.
+        z: (N, L, d), in any dtype; scale: (N, L, 1).
+        through: what else reaches x, past the layer, (N, L, d).
+        tap: what else reaches the y of the first token, (N, d), float32; None: nothing.
+    """
+    if grad.is_cuda and triton is not None:
+        if tap is not None and tap.stride(1) != 1:
+            tap = tap.contiguous()
+        dx, sums = _in_one_pass(grad.contiguous(), z, scale, weight, through.contiguous(), tap)
+        return dx, *sums.unbind()
+    return plain_norm_backward(grad, z, scale, weight, through, tap)
+
+
+def plain_norm_backward(
+    grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor, tap: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, as the formulas have it."""
+    g, z = grad.float(), z.float()
+    if tap is not None:
+        g = torch.cat([g[:, :1] + tap.unsqueeze(1), g[:, 1:]], 1)
+    gw = g * weight
+    dx = scale * (gw - gw.mean(-1, keepdim=True) - z * (gw * z).mean(-1, keepdim=True))
+    return (dx + through.float()).to(through.dtype), (g * z).sum((0, 1)), g.sum((0, 1))
+
+
+if triton is not None:
+
+    @triton.jit
+    def _kernel(
+        grad, z, scale, weight, through, tap, dx, sums, rows, length, stride,
+        d: tl.constexpr, tapped: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        program = tl.program_id(0)
+        columns = tl.arange(0, BLOCK)
+        inside = columns < d
+        w = tl.load(weight + columns, mask=inside, other=0.0)
+        dw = tl.zeros((BLOCK,), dtype=tl.float32)
+        db = tl.zeros((BLOCK,), dtype=tl.float32)
+        wide = tl.full((), d, tl.int64)  # more rows than 32 bits can count in values
+        for row in tl.range(program, rows, tl.num_programs(0), num_stages=3):
+            at = row * wide + columns
+            g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+            x = tl.load(z + at, mask=inside, other=0.0).to(tl.float32)
+            r = tl.load(through + at, mask=inside, other=0.0).to(tl.float32)  # all is on its way before any sum
+            s = tl.load(scale + row)
+            if tapped:  # noqa: SIM102 - decided when the kernel is compiled
+                if row % length == 0:
+                    g += tl.load(tap + (row // length) * stride + columns, mask=inside, other=0.0)
+            dw += g * x
+            db += g
+            gw = g * w
+            out = r + s * (gw - tl.sum(gw, 0) / d - x * (tl.sum(gw * x, 0) / d))
+            tl.store(dx + at, out.to(dx.dtype.element_ty), mask=inside)
+        tl.store(sums + program * 2 * d + columns, dw, mask=inside)
+        tl.store(sums + program * 2 * d + d + columns, db, mask=inside)
+
+    @triton.jit
+    def _sum(parts, total, count, size: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+        columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        found = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for first in range(0, count, ROWS):
+            rows = first + tl.arange(0, ROWS)[:, None]
+            found += tl.load(parts + rows * size + columns, mask=(rows < count) & (columns < size), other=0.0)
+        tl.store(total + columns, tl.sum(found, 0)[None, :], mask=columns < size)
+
+    @torch.library.triton_op("mgtta::norm_backward", mutates_args={})
+    def _in_one_pass(
+        grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor, tap: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        n, length, d = grad.shape
+        programs = min(PROGRAMS, n * length)
+        dx, parts = torch.empty_like(through), grad.new_empty((programs, 2, d), dtype=torch.float32)
+        torch.library.wrap_triton(_kernel)[(programs,)](
+            grad, z, scale, weight, through, scale if tap is None else tap, dx, parts, n * length, length,
+            0 if tap is None else tap.stride(0),
+            d=d, tapped=tap is not None, BLOCK=triton.next_power_of_2(d), num_warps=4,
+        )  # fmt: skip
+        sums = grad.new_empty((2, d), dtype=torch.float32)
+        torch.library.wrap_triton(_sum)[(triton.cdiv(2 * d, 16),)](
+            parts, sums, programs, size=2 * d, ROWS=128, COLUMNS=16, num_warps=8
+        )
+        return dx, sums

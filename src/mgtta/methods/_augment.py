@@ -1,0 +1,45 @@
+"""Random views of a batch of images, as CoTTA takes them (Wang et al., CVPR 2022)."""
+
+import torch
+from torch import Tensor
+
+from mgtta._lib.timm import transforms
+
+
+def check_images(x: Tensor) -> Tensor:
+    """x itself, where it is a batch of images (N, channels, H, W)."""
+    if x.ndim != 4:
+        raise ValueError(f"this method changes images, of shape (N, channels, H, W), not {tuple(x.shape)}")
+    return x
+
+
+def random_view(x: Tensor, random: torch.Generator, *, noise: bool = True) -> Tensor:
+    """Colours, position, size and orientation changed a little: (N, channels, H, W) in [0, 1], and so the result.
+
+    One draw serves the whole batch. All of it hangs on `random`, a generator on the CPU; torch's own is left as
+    it was.
+
+    Args:
+        noise: blur the view and add Gaussian noise to it too.
+    """
+    n_channels, height, width = check_images(x).shape[1:]
+    seed = int(torch.randint(2**62, (), generator=random))
+    with torch.random.fork_rng(devices=[]):  # torchvision draws on the CPU, from torch's default generator
+        torch.default_generator.manual_seed(seed)
+        x = x.clamp(0, 1)
+        if n_channels in (1, 3):
+            x = transforms.ColorJitter((0.6, 1.4), (0.7, 1.3), (0.5, 1.5), (-0.06, 0.06))(x)
+        gamma = float(torch.empty(()).uniform_(0.7, 1.3))
+        x = x.clamp(min=1e-8) ** gamma
+        x = transforms.functional.pad(x, [width // 2, height // 2], padding_mode="edge")
+        x = transforms.RandomAffine(
+            15, (1 / 16, 1 / 16), (0.9, 1.1), interpolation=transforms.InterpolationMode.BILINEAR
+        )(x)
+        if noise and min(height, width) > 2:
+            x = transforms.GaussianBlur(5, (0.001, 0.5))(x)
+        x = transforms.functional.center_crop(x, [height, width])
+        x = transforms.RandomHorizontalFlip()(x)
+    if noise:
+        generator = torch.Generator(x.device).manual_seed(seed)
+        x = x + 0.005 * torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+    return x.clamp(0, 1)

@@ -1,0 +1,85 @@
+"""Which parameters adapt: the affine parameters of the normalisation layers (theta in the paper)."""
+
+import re
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from mgtta._lib.timm import timm
+
+
+def _timm_norms(pattern: str) -> tuple[type[nn.Module], ...]:
+    return tuple(layer for name, layer in vars(timm.layers).items() if re.fullmatch(pattern, name))
+
+
+CHANNELS_FIRST: tuple[type[nn.Module], ...] = (  # (N, channels, ...)
+    _BatchNorm,
+    _InstanceNorm,
+    nn.GroupNorm,
+    *_timm_norms("(Layer|Rms|Simple)Norm(Act)?2d(Fp32)?"),
+)
+CHANNELS_LAST: tuple[type[nn.Module], ...] = (  # (N, ..., channels)
+    nn.LayerNorm,
+    nn.RMSNorm,
+    *_timm_norms("(Rms|Simple)Norm(Act)?(Fp32)?"),
+)
+
+
+def norm_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Name -> normalisation layer, for every one that has affine parameters, in module order."""
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, CHANNELS_FIRST + CHANNELS_LAST) and any(True for _ in module.parameters(recurse=False))
+    }
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no normalisation layer with affine parameters "
+            "(LayerNorm, GroupNorm, BatchNorm, InstanceNorm or RMSNorm), so there is nothing to adapt"
+        )
+    return layers
+
+
+def norm_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The affine parameters of every normalisation layer, in module order."""
+    found = {id(p): p for layer in norm_layers(model).values() for p in layer.parameters(recurse=False)}
+    return list(found.values())  # a weight that two layers share counts once
+
+
+def early_norm_parameters(net: nn.Module) -> list[nn.Parameter]:
+    """Those of the norm layers before the last quarter of the network's depth, as SAR takes them.
+
+    Depth is counted in a transformer's blocks (12: the last 3 are left out) or a convolutional network's stages
+    (4: the last, ResNet's layer4); what comes after them, such as the final norm, is left out too. In a network
+    that has neither, it is counted in norm layers, the first of which always adapts.
+    """
+    layers = norm_layers(net)
+    parts = blocks_of(net)
+    early, late = parts[: 3 * len(parts) // 4], parts[3 * len(parts) // 4 :]
+    inside = [i for i, name in enumerate(layers) if _inside(name, early)]
+    beyond = [i for i, name in enumerate(layers) if _inside(name, late)]
+    end = min([inside[-1] + 1, *beyond]) if inside else max(1, 3 * len(layers) // 4)
+    return [p for layer in list(layers.values())[:end] for p in layer.parameters(recurse=False)]
+
+
+def blocks_of(net: nn.Module) -> list[str]:
+    """The names of the blocks or stages, in order: of `blocks`, `stages`, `layers`, or `layer1`, `layer2`, ..."""
+    for prefix, module in net.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for name in ("blocks", "stages", "layers"):
+            container = getattr(module, name, None)
+            if isinstance(container, nn.ModuleList | nn.Sequential) and len(container) > 1:
+                return [f"{dot}{name}.{child}" for child, _ in container.named_children()]
+        stages = [name for name, _ in module.named_children() if re.fullmatch(r"layer\d+", name)]
+        if len(stages) > 1:
+            return [dot + name for name in stages]
+    return []
+
+
+def _inside(name: str, parts: list[str]) -> bool:
+    return any(name == part or name.startswith(f"{part}.") for part in parts)
+
+
+def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
