@@ -7,7 +7,8 @@ import torch
 from conftest import CLASSES, NETS, images, random_generator, vit
 
 import mgtta
-from mgtta.methods.mgtta_plus import MEMORY, PRIOR
+from mgtta.methods.mgtta_plus import MEMORY_IMAGES as MEMORY
+from mgtta.methods.mgtta_plus import PRIOR_IMAGES as PRIOR
 
 
 def make(model, **settings):

@@ -1,7 +1,6 @@
 """What there is, and whether it works: the tables behind `mgtta list` and `mgtta doctor`."""
 
 import importlib.metadata
-import inspect
 import platform
 
 from rich.table import Table
@@ -28,17 +27,12 @@ PACKAGES = {
 def tables() -> list[Table]:
     from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
     from mgtta.data.datasets import KINDS
-    from mgtta.methods.create import RECIPES, recipe_settings
+    from mgtta.methods.registry import REQUIRED, recipes
 
     methods = Table("method", "what it is", "needs", "settings", title="methods: mgtta.create(name, model, ...)")
-    for name, recipe in RECIPES.items():
-        settings = [
-            key if default is inspect.Parameter.empty else f"{key}={default}"
-            for key, default in recipe_settings(name).items()
-        ]
-        needs = inspect.signature(recipe).return_annotation.needs
-        what = (inspect.getdoc(recipe) or "").splitlines()[0]
-        methods.add_row(name, what, ", ".join(needs) or "nothing", ", ".join(settings))
+    for name, recipe in recipes().items():
+        settings = [key if default is REQUIRED else f"{key}={default}" for key, default in recipe.settings.items()]
+        methods.add_row(name, recipe.what, ", ".join(recipe.needs) or "nothing", ", ".join(settings))
 
     generators = Table(
         "generator", "hidden size", "memory", "trained on", title="generators: mgtta.load_generator(name)"

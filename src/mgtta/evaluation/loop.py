@@ -100,8 +100,7 @@ def _note_memory(record: Record, method: Method) -> None:
     record.process_peak_memory = process_peak_memory()
     device = next(method.model.parameters()).device
     if device.type == "cuda":
-        graphs = 0 if method.fast is None else method.fast.graph_bytes
-        record.peak_memory = torch.cuda.max_memory_allocated(device) + graphs
+        record.peak_memory = torch.cuda.max_memory_allocated(device) + method.engine.graph_bytes
 
 
 def _counts(logits: Tensor, y: Tensor | None) -> list[float]:

@@ -194,13 +194,14 @@ class _Trainer:
     def judge(self, validation: Iterable[Any] | None, lr: float) -> None:
         """Adapt the source model with the generator as it is; keep a copy if it does best so far."""
         rate = self.lr if validation is None else lr
-        method = MGTTA(self.source_model, self.source, partial(MGG, generator=self.generator, lr=rate), self.trade_off)
+        optimizer = partial(MGG, generator=self.generator, lr=rate)
+        method = MGTTA(self.source_model, optimizer, source=self.source, trade_off=self.trade_off)
         if validation is None:
             losses = []
             for x in self.images.split(self.batch_size):
                 _, loss = method.loss(x)
                 losses.append(loss.detach())
-                method.descend(loss)
+                method.engine.learn(loss)
             score = -float(torch.stack(losses).nanmean())
         else:
             records = evaluate(method, validation)
