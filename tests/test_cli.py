@@ -82,13 +82,13 @@ def test_adapt_writes_csv_and_state_and_goes_on(run, folder, tmp_path):
     )
     code, out, err = run(*common, "--out", tmp_path / "p.csv", "--state", tmp_path / "s", "--set", "lr=1e-4")
     assert code == 0, err
-    assert "2 class folders, 30 classes: labels not used" in err
+    assert "2 class folders, but the model has 30 classes: the labels are not used" in err
     assert "12 images; 3 updates, 0 skipped" in out
     with open(tmp_path / "p.csv") as file:
         rows = list(csv.DictReader(file))
     assert [row["image"] for row in rows][:2] == ["class0/00.png", "class0/02.png"]
     assert all(0 <= int(row["prediction"]) < 30 and 0 < float(row["confidence"]) <= 1 for row in rows)
-    code, out, err = run(*common, "--out", tmp_path / "p.jsonl", "--start", tmp_path / "s", "--first", 4)
+    code, out, err = run(*common, "--out", tmp_path / "p.jsonl", "--start", tmp_path / "s", "--images", 4)
     assert code == 0, err
     lines = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
     assert len(lines) == 4
@@ -143,7 +143,7 @@ def test_source_then_train_then_adapt(run, folder, tmp_path):
     assert "12 images, 6 layers" in out
     code, out, err = run(
         "train", folder, "--model", "glyphs_vit", "--source", tmp_path / "src", "--images", 8, "--steps", 8,
-        "--corrupt", "--out", tmp_path / "g.safetensors", "--run", tmp_path / "run", "--device", "cpu",
+        "--corrupt", "--out", tmp_path / "g.safetensors", "--resume", tmp_path / "run", "--device", "cpu",
     )  # fmt: skip
     assert code == 0, err
     generator = mgtta.load_generator(tmp_path / "g.safetensors")
@@ -325,7 +325,7 @@ def test_corrupt_writes_a_tree(run, folder, tmp_path):
         "corrupt",
         folder,
         tmp_path / "c",
-        "--corruption",
+        "--corruptions",
         "contrast",
         "--severity",
         3,
@@ -387,14 +387,14 @@ def test_bench_stopped_by_ctrl_c_says_how_to_go_on(run, tmp_path, monkeypatch):
     code, out, err = run("bench", "corruptions", "--images", 2, "--out", tmp_path, "--device", "cpu")
     assert code == 130
     assert "0 finished cells" in err
-    assert "the same command goes on" in err
+    assert "the same command resumes" in err
     assert out == ""
 
 
 def test_the_bench_commands_help_names_all_experiments():
     from mgtta.bench.experiments import EXPERIMENTS
 
-    assert set(cli.EXPERIMENTS) == set(EXPERIMENTS)
+    assert set(cli.bench.EXPERIMENTS) == set(EXPERIMENTS)
 
 
 @pytest.fixture
