@@ -255,6 +255,60 @@ def test_missing_source_and_data(run, folder, tmp_path):
     assert "nothing" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["adapt", "images", "--first", "4"], "mgtta adapt has no option --first: its name is now --images"),
+        (["train", "images", "--run=file"], "mgtta train has no option --run: its name is now --resume"),
+        (["corrupt", "in", "out", "--corruption", "fog"], "has no option --corruption: its name is now --corruptions"),
+    ],
+)
+def test_renamed_options_name_the_new_option(run, words, message):
+    code, _, err = run(*words)
+    assert code == 2
+    assert message in err
+
+
+def test_the_same_option_has_the_same_name_in_every_command():
+    import typer.main
+
+    commands = typer.main.get_command(cli.app).commands
+    options = {name: {word for p in command.params for word in p.opts} for name, command in commands.items()}
+    for option, having in {
+        "--resume": {"adapt", "train"},
+        "--images": {"adapt", "train", "source", "bench", "demo"},
+        "--corruptions": {"corrupt", "bench"},
+    }.items():
+        assert {name for name in options if option in options[name]} == having
+
+
+def test_every_option_and_command_has_a_help_text():
+    import typer.main
+
+    for name, command in typer.main.get_command(cli.app).commands.items():
+        assert command.help, name
+        for parameter in command.params:
+            assert parameter.help or parameter.name == "help", f"mgtta {name}: {parameter.name}"
+
+
+def test_errors_speak_the_command_line():
+    from mgtta.cli.errors import in_options
+
+    assert in_options("leave out shuffle=..., or resume=...") == "leave out --shuffle, or --resume"
+    assert in_options("take precision='fp32', and low_memory=...") == "take --precision fp32, and --low-memory"
+    assert in_options("lr=0.1 and batch=... stay") == "lr=0.1 and batch=... stay"
+
+
+def test_source_statistics_of_other_weights_name_the_source_command(run, folder, tmp_path):
+    code, _, err = run(
+        "adapt", folder, "--model", "glyphs_vit", "--source", "glyphs_plain", "--device", "cpu",
+        "--out", tmp_path / "p.csv",
+    )  # fmt: skip
+    assert code == 2
+    assert "`mgtta source CLEAN_IMAGES --model NAME`" in err
+    assert "source_statistics" not in err
+
+
 @pytest.mark.parametrize("command", ["source", "train"])
 def test_a_file_that_cannot_be_written_is_noticed_before_the_work(run, folder, tmp_path, command):
     code, _, err = run(command, folder, "--model", "none such", "--out", tmp_path)
