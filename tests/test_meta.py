@@ -262,5 +262,5 @@ def test_bad_arguments(model, source):
         mgtta.meta_train(model, source, images(4), batch_size=0)
     with pytest.raises(ValueError, match="other weights"):
         mgtta.meta_train(mgtta.load_model(vit(seed=1)), source, images(4))
-    with pytest.raises(ValueError, match="iterated again"):
+    with pytest.raises(ValueError, match="iterated more than once"):
         mgtta.meta_train(model, source, images(4), steps=2, validation=iter([]), progress=False)
