@@ -74,7 +74,6 @@ def adapt(
     """Predict images while adapting to them; write the predictions, and the state if a file is named for it."""
     import mgtta
     from mgtta._lib.ranks import ranks_of
-    from mgtta.methods.create import needs_source, recipe_settings
     from mgtta.running.adapt import check_outputs
 
     group = process_group(context, device, timeout)
@@ -85,29 +84,31 @@ def adapt(
         raise ValueError("--start continues at the learning rate of its state: leave out --set lr")
     part = ranks.part if split_shards else None
     classifier, dataset = model_and_data(model, checkpoint, num_classes, data, size, skip_unreadable, device, part)
-    if needs_source(method):
-        chosen["source"] = source_of(classifier, source, clean, size)
-    if "fisher" in recipe_settings(method) and "fisher" not in chosen:
-        typer.echo(f"without Fisher information of clean images (--set fisher=FILE) {method} is ETA", err=True)
+    chosen |= _needed(method, classifier, chosen, source, clean, size)
     how: dict[str, Any] = {"precision": precision, "low_memory": low_memory, "schedule": schedule}
+    order: dict[str, Any] = {"batch_size": batch_size, "images": images, "shuffle": shuffle}
+    files: dict[str, Any] = {"state": state, "export": export, "resume": resume, "save_every": save_every}
     with plain_warnings():
         adapting = mgtta.create(method, classifier, guard=guard, process_group=group, **how, **chosen)
         if start is not None:
             mgtta.load_state(adapting, start)
+        same = {"settings": setting, "schedule": schedule}
+        name = Path(data).name
         result = mgtta.adapt_stream(
-            adapting,
-            dataset,
-            out,
-            batch_size=batch_size,
-            images=images,
-            shuffle=shuffle,
-            state=state,
-            export=export,
-            resume=resume,
-            save_every=save_every,
-            protocol={"settings": setting, "schedule": schedule},
-            split_shards=split_shards,
-            domain=Path(data).name,
+            adapting, dataset, out, **order, **files, protocol=same, split_shards=split_shards, domain=name
         )
     if ranks.first:
         typer.echo(result)
+
+
+def _needed(
+    method: str, classifier: Any, chosen: dict[str, Any], source: str | None, clean: str | None, size: int | None
+) -> dict[str, Any]:
+    """Return the source statistics as a setting, if the method needs them; say so if EATA lacks its own."""
+    from mgtta.methods.create import needs_source, recipe_settings
+
+    if "fisher" in recipe_settings(method) and "fisher" not in chosen:
+        typer.echo(f"without Fisher information of clean images (--set fisher=FILE) {method} is ETA", err=True)
+    if not needs_source(method):
+        return {}
+    return {"source": source_of(classifier, source, clean, size)}

@@ -100,8 +100,6 @@ def bench(
     from mgtta.bench.experiments import Options, Setup
     from mgtta.bench.store import Store
 
-    if tf32 and not device_of(device).startswith("cuda"):
-        raise ValueError("--tf32 is for a GPU: leave it out, or name one by --device")
     if images is None and quick:
         images = QUICK_IMAGES
     setup = Setup(
@@ -112,7 +110,7 @@ def bench(
         source,
         generator,
         images,
-        device_of(device),
+        _device(device, tf32),
         tf32,
         precision=precision,
         profile=profile,
@@ -124,10 +122,19 @@ def bench(
     store = Store(out)
     group = process_group(context, device, timeout)
     more = {"sweep": sweep, "workers": workers, "process_group": group, "ray": ray}
-    records = _run(experiment, options, setup, store, json, ranks_of(group).first, more)
-    if ranks_of(group).first and not json:
+    first = ranks_of(group).first
+    records = _run(experiment, options, setup, store, json, first, more)
+    if first and not json:
         _print(records, profile)
         typer.echo(f"{len(records)} records of {experiment} are in {store.path}")
+
+
+def _device(device: str | None, tf32: bool) -> str:
+    """Return the device to use; raise if it has no TF32."""
+    found = device_of(device)
+    if tf32 and not found.startswith("cuda"):
+        raise ValueError("--tf32 is for a GPU: leave it out, or name one by --device")
+    return found
 
 
 def _variants(variant: list[str], experiment: str, data: str | None) -> Sequence[tuple[str, str]]:

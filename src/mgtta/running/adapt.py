@@ -3,7 +3,7 @@
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,9 +42,12 @@ class StreamResult:
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def __str__(self) -> str:
-        unreadable = f", {len(self.unreadable)} images unreadable" if self.unreadable else ""
-        alarms = f", {len(self.events)} alarms" if self.events else ""
-        return f"{self.totals}{unreadable}{alarms} -> {self.out}"
+        parts = [str(self.totals)]
+        if self.unreadable:
+            parts.append(f"{len(self.unreadable)} images unreadable")
+        if self.events:
+            parts.append(f"{len(self.events)} alarms")
+        return f"{', '.join(parts)} -> {self.out}"
 
 
 def adapt_stream(
@@ -88,23 +91,17 @@ def adapt_stream(
     check_outputs(method.ranks, out, state, export)
     if export is not None:
         method.export()  # a method that cannot export says so now, not after hours of work
-    dataset, name = _opened(method, data, split_shards)
-    order = {"shuffle": shuffle is not None, "seed": shuffle or 0}
-    options = {"batch_size": batch_size, "first": images, "domain": domain or name, **order}
-    batches: Any = _batches(dataset, method.ranks, split_shards, options)
-    title = f"{method.name} on {domain or name}"
+    dataset, name = _opened(method, data, split_shards, domain)
+    planned = _planned(dataset, method.ranks, split_shards, shuffle, batch_size=batch_size, first=images, domain=name)
     run = None
     with ExitStack() as stack:
-        bar = stack.enter_context(_Bar(title, len(batches), progress and method.ranks.first))
+        bar = stack.enter_context(_Bar(f"{method.name} on {name}", len(planned), progress and method.ranks.first))
         if resume is not None:
             settings = _protocol(method, dataset, out, batch_size, images, protocol)
             run = stack.enter_context(Run(Path(resume), method, Path(out), dataset, settings, batch_size, save_every))
-            batches = batches.after(run.position)
+            planned = planned.after(run.position)
             bar.skip(run.position)
-        classes = getattr(dataset, "classes", None)
-        if not _labels_fit(method, classes):
-            batches = _without_labels(batches)
-            classes = None
+        batches, classes = _labelled(method, dataset, planned)
         on_batch = stack.enter_context(_writing(Path(out), dataset, classes, method.ranks, run, bar))
         records = evaluate(method, batches, reset="never", on_batch=on_batch)
         _save(method, state, export)
@@ -129,16 +126,18 @@ def _check_resume(resume: PathLike | None, shuffle: int | None, split_shards: bo
         raise ValueError("resume=... counts batches of images in their own order: leave out shuffle=..., or resume=...")
 
 
-def _opened(method: Method, data: Any, split_shards: bool) -> tuple[Any, str]:
-    """Return the data set and its name."""
+def _opened(method: Method, data: Any, split_shards: bool, domain: str | None) -> tuple[Any, str]:
+    """Return the data set and the name of the stream."""
     if not isinstance(data, str | os.PathLike):
-        return data, "test"
+        return data, domain or "test"
     side, crop_pct = method.model.input_size
     part = method.ranks.part if split_shards else None
-    return open_dataset(data, size=side, crop_pct=crop_pct, part=part), Path(data).name
+    return open_dataset(data, size=side, crop_pct=crop_pct, part=part), domain or Path(data).name
 
 
-def _batches(dataset: Any, ranks: Alone, split_shards: bool, options: dict[str, Any]) -> Stream:
+def _planned(dataset: Any, ranks: Alone, split_shards: bool, shuffle: int | None, **options: Any) -> Stream:
+    """Return the stream of this rank's images; `options` are those of `stream`."""
+    options |= {"shuffle": shuffle is not None, "seed": shuffle or 0}
     if split_shards and ranks.part is not None:
         return split_stream(dataset, ranks, **options)
     return stream(dataset, part=ranks.part, **options)
@@ -171,22 +170,18 @@ def _protocol(
     }
 
 
-def _labels_fit(method: Method, classes: Sequence[str] | None) -> bool:
-    """Return False, with a warning, if the data set's classes cannot be the model's."""
-    if classes is None:
-        return True
-    found = method.model.num_classes
-    if len(classes) == found:
-        return True
+def _labelled(method: Method, dataset: Any, planned: Stream) -> tuple[Iterable[Batch], Sequence[str] | None]:
+    """Return the batches and the names of their classes; without labels and names if the model has other classes."""
+    classes = getattr(dataset, "classes", None)
+    if classes is None or len(classes) == method.model.num_classes:
+        return planned, classes
     if method.ranks.first:
         warnings.warn(
-            f"{len(classes)} class folders, but the model has {found} classes: the labels are not used", stacklevel=3
+            f"{len(classes)} class folders, but the model has {method.model.num_classes} classes: the labels are not "
+            "used",
+            stacklevel=3,
         )
-    return False
-
-
-def _without_labels(batches: Stream) -> Iterator[Batch]:
-    return (batch._replace(y=None) for batch in batches)
+    return (batch._replace(y=None) for batch in planned), None
 
 
 class _Bar:

@@ -185,7 +185,9 @@ class _Trainer:
         loss = objective(logits, features, self.source.mean, self.source.std, self.trade_off)
         grads = torch.autograd.grad(loss, self.theta, materialize_grads=True)
         grad = torch.cat([g.flatten() for g in grads])
-        return grad if grad.isfinite().all() else None
+        if not grad.isfinite().all():
+            return None
+        return grad
 
     def move_phi(self, grad: Tensor) -> None:
         """Take one Adam step along d objective / d phi = -lr * g_t . d update_{t-1} / d phi."""
