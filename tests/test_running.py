@@ -9,7 +9,7 @@ import torch
 from conftest import images
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from test_cli import ARCHITECTURE, run, write_glyphs  # noqa: F401
+from test_cli import ARCHITECTURE, options, run, write_glyphs  # noqa: F401
 from test_methods import make, same
 
 import mgtta
@@ -29,7 +29,7 @@ def method(model):
     return method
 
 
-def test_a_state_carries_all_of_it(method, model, tmp_path):
+def test_save_state_keeps_everything(method, model, tmp_path):
     torch.manual_seed(5)
     mgtta.save_state(method, tmp_path / "s", {"position": 7})
     expected = torch.rand(3), method(images(4, seed=1))
@@ -39,7 +39,7 @@ def test_a_state_carries_all_of_it(method, model, tmp_path):
     assert torch.equal(other(images(4, seed=1)), expected[1])
 
 
-def test_a_damaged_state_is_never_loaded(method, tmp_path):
+def test_load_state_rejects_a_damaged_file(method, tmp_path):
     mgtta.save_state(method, tmp_path / "s")
     whole = (tmp_path / "s").read_bytes()
     before = method.state_dict()
@@ -54,7 +54,7 @@ def test_a_damaged_state_is_never_loaded(method, tmp_path):
     assert same(method.state_dict(), before)
 
 
-def test_other_kinds_and_newer_versions_are_refused(method, tmp_path):
+def test_load_state_rejects_other_kinds_and_newer_versions(method, tmp_path):
     tree = {"method": method.state_dict(), "random": torch.get_rng_state(), "run": {}}
     write_tree(tmp_path / "s", tree, {"kind": running.KIND, "version": "99"})
     with pytest.raises(ValueError, match="newer mgtta: upgrade"):
@@ -67,7 +67,7 @@ def test_other_kinds_and_newer_versions_are_refused(method, tmp_path):
         mgtta.load_state(method, tmp_path / "s")
 
 
-def test_kills_leave_no_trace(monkeypatch, tmp_path):
+def test_adapt_resumes_after_kills_with_the_same_predictions(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import kill
 
@@ -85,11 +85,10 @@ def pictures(tmp_path):
     return tmp_path / "images"
 
 
-def test_resume_counts_and_checks(run, pictures, tmp_path, monkeypatch):  # noqa: F811
-    common = [
-        "adapt", pictures, "--model", "glyphs_vit", "--method", "tent", "--batch-size", 1, "--skip-unreadable",
-        "--device", "cpu", "--resume", tmp_path / "run", "--save-every", 1,
-    ]  # fmt: skip
+def test_adapt_resume_counts_images_and_checks_settings_and_predictions(run, pictures, tmp_path, monkeypatch):  # noqa: F811
+    common = ["adapt", pictures, "--skip-unreadable"]
+    common += options(model="glyphs_vit", method="tent", batch_size=1, device="cpu")
+    common += options(resume=tmp_path / "run", save_every=1)
     out = tmp_path / "p.jsonl"
     note = running.Run.note
     monkeypatch.setattr(running.Run, "note", lambda self, record, batch: note(self, record, batch) or _stop(record))
@@ -244,11 +243,9 @@ def test_adapt_stream_exports_nothing_if_the_method_cannot(tree, tmp_path, monke
 def test_timm_loads_what_adapt_exports(run, tree, tmp_path):  # noqa: F811
     torch.manual_seed(0)
     save_file(timm.create_model(ARCHITECTURE, num_classes=30).state_dict(), tmp_path / "w.safetensors")
-    code, _, err = run(
-        "adapt", tree, "--model", ARCHITECTURE, "--checkpoint", tmp_path / "w.safetensors", "--num-classes", 30,
-        "--method", "tent", "--set", "lr=0.1", "--images", 4, "--device", "cpu", "--out", tmp_path / "p.csv",
-        "--export", tmp_path / "net.safetensors", "--state", tmp_path / "state",
-    )  # fmt: skip
+    model = options(model=ARCHITECTURE, checkpoint=tmp_path / "w.safetensors", num_classes=30, device="cpu")
+    outputs = options(out=tmp_path / "p.csv", export=tmp_path / "net.safetensors", state=tmp_path / "state")
+    code, _, err = run("adapt", tree, *model, *options(method="tent", set="lr=0.1", images=4), *outputs)
     assert code == 0, err
     net = timm.create_model(ARCHITECTURE, num_classes=30, checkpoint_path=tmp_path / "net.safetensors").eval()
     model = mgtta.load_model(ARCHITECTURE, checkpoint=tmp_path / "w.safetensors", num_classes=30)
