@@ -55,7 +55,7 @@ def create(case, **more):
     name = case.removesuffix("_mgg").removesuffix("_recovers")
     model = unsure_vit()
     settings = {**CASES[case], **more}
-    if SOURCE in recipe(name).needs:
+    if SOURCE in recipes()[name].needs:
         settings["source"] = mgtta.source_statistics(model, images(32, seed=99).double())
     if name.startswith("mgtta") or "optimizer" in settings:
         settings["generator"] = random_generator(memory="lstm" if "lstm" in name else "gml")
@@ -207,7 +207,7 @@ def _refused(group):
         recipe = "tent" if name == "batchnorm" else name
         settings = (
             {"source": mgtta.source_statistics(mgtta.load_model(net), images(4))}
-            if SOURCE in recipe(recipe).needs
+            if SOURCE in recipes()[recipe].needs
             else {}
         )
         try:

@@ -183,3 +183,6 @@ class Wrapper(Saved):
 
     def remember_start(self) -> None:
         self.method.remember_start()
+
+
+Adapting = Method | Wrapper  # what `create` gives

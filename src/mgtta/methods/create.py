@@ -12,7 +12,7 @@ from mgtta._lib.ranks import ranks_of
 from mgtta.adaptation.guarded import Guard, guarded
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.scheduled import SCHEDULES, Scheduled
-from mgtta.adaptation.wrapper import Wrapper
+from mgtta.adaptation.wrapper import Adapting
 from mgtta.methods.registry import REQUIRED, SOURCE, Recipe, recipe
 from mgtta.models.classifier import Classifier
 from mgtta.models.loading import as_classifier
@@ -43,7 +43,7 @@ def create(
     schedule: str = "always",
     pull: float | None = None,
     **settings: Any,
-) -> Method | Wrapper:
+) -> Adapting:
     """Return the method of a recipe around a copy of the model; `settings` overrides the recipe's own.
 
     Args:
@@ -83,7 +83,7 @@ def create(
             method.ranks.agree("model, method and settings", [method.fingerprint, method.kind, said])
         _set_engine(method, precision, low_memory)
         method.remember_start()
-        wrapped: Method | Wrapper = method
+        wrapped: Adapting = method
         if schedule == "auto":
             wrapped = Scheduled(wrapped)
         if guard:
