@@ -239,7 +239,6 @@ def test_adapt_stream_exports_nothing_if_the_method_cannot(tree, tmp_path, monke
     assert sorted(p.name for p in tmp_path.iterdir()) == ["images"]
 
 
-@pytest.mark.skipif(not hasattr(running.Method, "export"), reason="there is no Method.export yet")
 def test_timm_loads_what_adapt_exports(run, tree, tmp_path):  # noqa: F811
     torch.manual_seed(0)
     save_file(timm.create_model(ARCHITECTURE, num_classes=30).state_dict(), tmp_path / "w.safetensors")

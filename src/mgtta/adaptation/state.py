@@ -23,6 +23,7 @@ class Saved(nn.Module):
     """A module whose `state_dict` is a snapshot, on its own and inside another module."""
 
     random: torch.Generator | None
+    start: dict[str, Any] | None
 
     def snapshot(self) -> dict[str, Any]:
         """Return all that adaptation has changed, as copies."""
@@ -37,7 +38,7 @@ class Saved(nn.Module):
         raise TypeError(f"{type(self).__name__} defines no start")
 
     @torch.inference_mode(False)
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return all that adaptation has changed, as copies: parameters, buffers, optimizer, counters."""
         if args or kwargs:  # inside another module: torch collects key by key
             return super().state_dict(*args, **kwargs)

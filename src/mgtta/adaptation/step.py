@@ -31,7 +31,10 @@ class Engine(Protocol):
     precision: str
     updates: int  # since the last reset
     skipped: int  # batches that were predicted but not learned from, because something was not finite
-    graph_bytes: int  # of GPU memory that torch does not count as allocated
+
+    @property
+    def graph_bytes(self) -> int:
+        """GPU memory that torch does not count as allocated."""
 
     def predict(self, x: Tensor) -> Pass:
         """Predict x as the method stands."""
@@ -91,7 +94,7 @@ class EagerEngine:
         method = self.method
         optimizer = method.optimizer
         assert optimizer is not None
-        params = list(method.adapted.values())
+        params: list[Tensor] = list(method.adapted.values())
         for p, grad in zip(params, grads, strict=True):
             p.grad = grad
         rates = [group["lr"] for group in optimizer.param_groups]

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ ATTENTION = [  # the first that works
 How = Callable[[Callable[..., Any]], Callable[..., Any]]  # a function -> itself, or compiled
 
 
-def fits(method: Method, precision: str) -> bool:
+def fits(method: Method, precision: str) -> TypeGuard[ObjectiveMethod]:
     """Return True if the method takes the fast path: with "auto" it may, with "bf16" or "fp8" it must or is refused."""
     reason = refusal(method, precision)
     if precision == "auto":

@@ -85,7 +85,7 @@ def create(
         method.remember_start()
         wrapped: Adapting = method
         if schedule == "auto":
-            wrapped = Scheduled(wrapped)
+            wrapped = Scheduled(method)
         if guard:
             wrapped = guarded(wrapped, guard)
     return wrapped

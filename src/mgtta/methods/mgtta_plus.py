@@ -89,6 +89,7 @@ class MGTTAPlus(MGTTA):
     def _running(self, f: Tensor) -> tuple[Tensor, Tensor]:
         """Return the running mean (d,) with these features in it, and the number of images that it is of."""
         mean = self.ranks.mean(f)
+        assert mean is not None  # a batch has at least one image, on some rank
         [n] = self.ranks.total([len(f) / (2 if self.mirror else 1)])
         rate = (n / (self.images + PRIOR_IMAGES + n)).clamp(min=n / (MEMORY_IMAGES + n))
         return self.mean.to(f).lerp(mean, rate.to(f)), self.images + n

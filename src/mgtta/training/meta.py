@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mgtta import __version__
 from mgtta._lib.files import check_kind, fingerprint, read_tree, write_tree
+from mgtta.adaptation.step import EagerEngine
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS
 from mgtta.data.streams import corrupted, stream
 from mgtta.evaluation.loop import evaluate
@@ -233,11 +234,13 @@ class _Trainer:
     def mean_objective(self) -> float:
         """Return the mean objective over the training images while the source model adapts to them."""
         method = self.method(self.lr)
+        engine = EagerEngine(method)
         losses = []
         for x in self.images.split(self.batch_size):
-            _, loss = method.loss(x)
+            seen = method.look(x)
+            loss = method.objective(*seen)
             losses.append(loss.detach())
-            method.engine.learn(loss)
+            engine.learn(loss)
         return float(torch.stack(losses).nanmean())
 
     def accuracy(self, validation: Iterable[Any], lr: float) -> float:
