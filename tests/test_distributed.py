@@ -43,6 +43,7 @@ CASES = {  # filters that some images pass and some do not
     "eq7_adam": {},
     "mgtta": {},
     "mgtta_lstm": {},
+    "mgtta_plus": {},
     "noadapt": {},
 }
 
@@ -324,7 +325,7 @@ def test_ranks_that_differ_are_named(ran):
 def test_who_can_share_a_batch_and_who_says_that_it_cannot(ran):
     refused = ran[0]["refused"]
     can = {name for name, why in refused.items() if not why}
-    assert can == {"noadapt", "tent", "eata", "sar", "deyo", "eq7_sgd", "eq7_adam", "mgtta", "mgtta_lstm"}
+    assert can == {"noadapt", "tent", "eata", "sar", "deyo", "eq7_sgd", "eq7_adam", "mgtta", "mgtta_lstm", "mgtta_plus"}
     for name in recipes().keys() - can:
         assert f"{name} looks at a batch as a whole" in refused[name]
     assert "BatchNorm layers" in refused["batchnorm"]

@@ -186,6 +186,4 @@ class ObjectiveMethod(Method):
 
     def loss(self, x: Tensor) -> tuple[Pass, Tensor | None]:
         seen = self.look(x)
-        if self.optimizer is None:
-            return seen, None
         return seen, self.objective(*seen)

@@ -64,7 +64,9 @@ class MGTTAPlus(MGTTA):
 
     def merge(self, logits: Tensor) -> Tensor:
         """Average over an image and its mirror image: (2n, C) -> (n, C)."""
-        return logits.unflatten(0, (2, -1)).mean(0) if self.mirror else logits
+        if not self.mirror:
+            return logits
+        return logits.reshape(2, len(logits) // 2, logits.shape[1]).mean(0)
 
     def answer(self, seen: Pass) -> Tensor:
         """Return the logits with the features' shift taken back."""

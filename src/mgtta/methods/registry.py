@@ -94,11 +94,12 @@ def register(
 
 
 def recipes() -> dict[str, Recipe]:
-    """Return all recipes by name: NoAdapt first, then by the name of their file."""
+    """Return all recipes by name: NoAdapt first, the others in the order of the alphabet."""
     for module in pkgutil.iter_modules(mgtta.methods.__path__):
         if not module.name.startswith("_"):
             importlib.import_module(f"{mgtta.methods.__name__}.{module.name}")
-    return dict(sorted(_RECIPES.items(), key=lambda item: item[0] != "noadapt"))
+    names = sorted(_RECIPES, key=lambda name: (name != "noadapt", name))
+    return {name: _RECIPES[name] for name in names}
 
 
 def recipe(name: str) -> Recipe:

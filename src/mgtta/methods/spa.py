@@ -1,13 +1,11 @@
 """SPA: consistency of an image with its deteriorated twins (Niu et al., ICML 2025, arXiv 2504.08010).
 
-From the paper: the image's prediction is the target, its twin's is drawn to it; twins keep the geometry; one has
-low-frequency amplitudes masked at random, the other noise injected; only images that the model is surer of than of
-their twin teach it. From its released system: KL divergence as the distance, averaged over the images kept; the
-ratios and learning rates; the linear predictor, which starts as the identity, before the head on the twins' side
-alone; noise strengths a_ij^2 on a 14 x 14 grid, learned by ascent on the same loss, their mean held at noise_ratio.
-Our reading: both twins are made relative to the model's own input mean and std (0.5 where it has none); the grid
-stretches over images of any size; predictor and noise move by SGD with momentum whatever optimizer moves the norm
-layers, for what suits those may not suit a matrix that starts as the identity.
+From the paper: the image's prediction is the target for its twins'. One twin has low-frequency amplitudes masked at
+random, the other has noise injected. Only images of which the model is surer than of their twin teach it.
+From its released system: KL divergence as the distance; the ratios and learning rates; a linear predictor before the
+head, only for the twins, which starts as the identity; noise strengths a_ij^2 on a 14 x 14 grid, learned by ascent.
+Ours: twins are made relative to the model's own input mean and std (0.5 if it has none); predictor and noise move by SGD
+with momentum whatever optimizer moves the norm layers.
 """
 
 from typing import cast
