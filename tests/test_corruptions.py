@@ -23,6 +23,7 @@ from mgtta.data.corruptions.filters import exact_weights, gaussian, motion
 from mgtta.data.corruptions.noise import _poisson_table
 from mgtta.data.corruptions.random import Random
 from mgtta.data.corruptions.weather import _distance, plasma
+from mgtta.data.images import ImageError
 
 ALL = (*CORRUPTIONS, *VALIDATION_CORRUPTIONS)
 DETERMINISTIC = (
@@ -334,6 +335,18 @@ def test_frost_folder_without_images(tmp_path, scene):
     for folder in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ValueError, match=r"no frost textures in .*: name a folder of images"):
             corrupt(scene, "frost", frost_textures=folder)
+
+
+def test_frost_textures_of_other_formats_are_rejected(tmp_path, scene):
+    Image.new("RGB", (300, 300)).save(tmp_path / "a.tif")
+    with pytest.raises(ValueError, match=r"no frost textures .*left out 1 image file\(s\) of other formats \(a\.tif"):
+        corrupt(scene, "frost", frost_textures=tmp_path)
+    Image.new("RGB", (300, 300)).save(tmp_path / "b.png", "TIFF")
+    with (
+        pytest.warns(UserWarning, match=r"left out 1 image file\(s\) of other formats \(a\.tif"),
+        pytest.raises(ImageError, match=r"b\.png: not an image of a format that is read"),
+    ):
+        corrupt(scene, "frost", frost_textures=tmp_path)
 
 
 def test_frost_textures_are_all_shown():

@@ -91,12 +91,29 @@ def test_unreadable_images_are_named_and_counted(images, tmp_path, monkeypatch):
     whole = (images / "class0" / "image0.png").read_bytes()
     (images / "class0" / "cut.png").write_bytes(whole[: len(whole) // 2])
     Image.new("L", (200, 200)).save(images / "class1" / "bomb.png")
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30_000)
+    Image.new("RGB", (40, 40)).save(images / "class1" / "tiff.png", "TIFF")
+    monkeypatch.setattr("mgtta.data.images.MAX_PIXELS", 30_000)
     result = corrupt_folder(images, tmp_path / "out", **JOBS)
-    assert sorted(path.name for path, _ in result.unreadable) == ["bomb.png", "cut.png", "text.jpg"]
+    reasons = {path.name: reason for path, reason in result.unreadable}
+    assert sorted(reasons) == ["bomb.png", "cut.png", "text.jpg", "tiff.png"]
+    assert reasons["tiff.png"].startswith("not an image of a format that is read (JPEG, PNG")
+    assert reasons["bomb.png"].startswith("claims 200 x 200 pixels")
     assert result.written == 20
-    assert "3 unreadable" in str(result)
+    assert "4 unreadable" in str(result)
     assert "text.jpg" in str(result)
+
+
+def test_tiff_files_are_left_out_with_a_warning(tmp_path):
+    (tmp_path / "in").mkdir()
+    Image.new("RGB", (40, 40)).save(tmp_path / "in" / "a.tif")
+    with pytest.raises(
+        FileNotFoundError, match=r"no images under .*left out 1 image file\(s\) of other formats \(a\.tif"
+    ):
+        corrupt_folder(tmp_path / "in", tmp_path / "out", **JOBS)
+    Image.new("RGB", (40, 40)).save(tmp_path / "in" / "b.png")
+    with pytest.warns(UserWarning, match=r"left out 1 image file\(s\) of other formats \(a\.tif"):
+        result = corrupt_folder(tmp_path / "in", tmp_path / "out", **JOBS)
+    assert result.written == 4
 
 
 def test_a_tree_has_one_kind_of_pixels(images, tmp_path):

@@ -4,11 +4,12 @@ from functools import lru_cache, reduce
 from io import BytesIO
 from operator import add
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
+
+from mgtta.data.images import read_image
 
 from .filters import gaussian, shrink
 from .random import Random
@@ -76,5 +77,6 @@ def jpeg_compression(x: Tensor, rng: Random, severity: int) -> Tensor:
     for image, new in zip(x.cpu().numpy(), out, strict=True):
         buffer = BytesIO()
         Image.merge("RGB", [Image.fromarray(plane) for plane in image]).save(buffer, "JPEG", quality=quality)
-        new.copy_(torch.from_numpy(np.array(Image.open(buffer))).permute(2, 0, 1))
+        compressed = read_image(buffer.getvalue(), name="after JPEG compression")
+        new.copy_(torch.tensor(compressed).permute(2, 0, 1))
     return out.to(x.device)
