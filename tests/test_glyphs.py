@@ -12,8 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from mgtta.data import glyphs
-from mgtta.data.glyphs import CLASSES, CONTRAST, FONTS, SIZE, Glyphs, render, stencil
+from mgtta.data.glyphs import CLASSES, CONTRAST, FONTS, SIZE, TEST_SEED, Glyphs, drawing, render, stencil
 from mgtta.models.loading import vision_transformer
 
 LUMA = np.array([0.299, 0.587, 0.114])
@@ -56,11 +55,11 @@ def test_an_image_depends_on_seed_and_index_alone():
         np.testing.assert_array_equal(a, b)
     assert not np.array_equal(render(0, seed=3)[0], render(0, seed=4)[0])
     assert not np.array_equal(render(0, seed=3)[0], render(1, seed=3)[0])
-    assert np.array_equal(render(5)[0], render(5, seed=glyphs.TEST_SEED)[0])
+    assert np.array_equal(render(5)[0], render(5, seed=TEST_SEED)[0])
 
 
 def test_other_processes_render_the_same(sample, monkeypatch):
-    monkeypatch.setattr(glyphs, "_CHUNK", 16)
+    monkeypatch.setattr("mgtta.data.glyphs.dataset._CHUNK", 16)
     calls = []
     images, labels = Glyphs(40, seed=7).tensors(processes=2, progress=lambda *done: calls.append(done))
     assert torch.equal(images, sample[0][:40])
@@ -100,8 +99,8 @@ def test_labels_are_balanced():
 def test_glyph_stands_out_from_background():
     sides = []
     for index in range(400):
-        rng, label = glyphs._start(7, index)
-        image, mask = glyphs._compose(rng, CLASSES[label])
+        rng, label = drawing.start(7, index)
+        image, mask = drawing._compose(rng, CLASSES[label])
         assert mask.sum() > 20
         full = mask.max()  # thin strokes of small glyphs never cover a pixel whole
         inside, outside = luma(image)[mask > 0.9 * full], luma(image)[mask == 0]
@@ -114,7 +113,7 @@ def test_glyph_stands_out_from_background():
 
 def test_colours_keep_their_distance():
     rng = np.random.default_rng(0)
-    colours = np.stack([glyphs._colours(rng) for _ in range(2000)])
+    colours = np.stack([drawing._colours(rng) for _ in range(2000)])
     assert colours.min() >= 0
     assert colours.max() <= 1 + 1e-6
     ink, ground, second, _ = (colours @ LUMA).T

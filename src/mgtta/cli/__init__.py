@@ -291,7 +291,7 @@ def bench(
     from mgtta.bench.run import by_experiment, run_experiment, time_table
     from mgtta.bench.store import Store
     from mgtta.cli.progress import Bars, Lines
-    from mgtta.data.cache import STAND_INS
+    from mgtta.data.glyphs import STAND_INS
     from mgtta.report import markdown
 
     if tf32 and not _device(device).startswith("cuda"):
