@@ -114,7 +114,9 @@ class Ranks(Alone):
         self.size = dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this process is not a member of the process group that it was given")
-        self.device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+        self.device = torch.device("cpu")
+        if "nccl" in dist.get_backend(group):
+            self.device = torch.device("cuda")
         self.messages = 0
         self.bytes = 0
 
@@ -123,7 +125,9 @@ class Ranks(Alone):
 
     def mean(self, values: Tensor) -> Tensor | None:
         total, count = self._sums([values.sum(0), _count(values)])
-        return total / count if count else None
+        if not count:
+            return None
+        return total / count
 
     def moments(self, values: Tensor, features: Tensor, around: Tensor) -> tuple[Tensor, Moments]:
         apart = features - around  # sums around a near point lose no digits
@@ -217,7 +221,9 @@ class Ranks(Alone):
 
 def ranks_of(group: dist.ProcessGroup | None) -> Alone:
     """Return the ranks of a group, or ALONE for None."""
-    return ALONE if group is None else Ranks(group)
+    if group is None:
+        return ALONE
+    return Ranks(group)
 
 
 class _Sum(torch.autograd.Function):

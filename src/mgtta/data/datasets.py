@@ -125,7 +125,7 @@ class ImageFolder(ImageDataset):
             labels = [label_of[name.partition("/")[0]] for name in names]
             super().__init__(names, labels, classes=_names(label_of), class_indices=class_indices, **options)
         if not names:
-            raise _not_found(self.root, kind, left_out(others) if others else "it holds no images")
+            raise _not_found(self.root, kind, f"it holds no images{left_out(others)}")
         warn_left_out(others, self.root)
 
     def encoded(self, i: int) -> tuple[str, str]:
@@ -180,8 +180,10 @@ def open_dataset(
     if part is not None:
         raise ValueError(f"only WebDataset shards are split over ranks, and {path} is not one")
     root = Path(path).expanduser()
+    if root.is_file():
+        raise _not_found(root, kind, "it is a file")
     if not root.is_dir():
-        raise _not_found(root, kind, "it is a file" if root.exists() else "it does not exist")
+        raise _not_found(root, kind, "it does not exist")
     if kind == "imagenet-c" or (kind is None and is_imagenet_c(root)):
         raise ValueError(f"{root} is ImageNet-C: open one corruption with imagenet_c({str(root)!r}, NAME)")
     guess = "folder" if _class_folders(root) else "flat"
@@ -202,8 +204,9 @@ def imagenet_c(root: str | os.PathLike, corruption: str, severity: int = 5, **op
     folder = root / corruption / str(severity)
     if not folder.is_dir():
         raise unknown(f"severity in {root / corruption}:", severity, _folders(root / corruption))
-    synsets_there = any(SYNSET.fullmatch(name) for name in _folders(folder))
-    return ImageFolder(folder, "imagenet" if synsets_there else "folder", **options)
+    if any(SYNSET.fullmatch(name) for name in _folders(folder)):
+        return ImageFolder(folder, "imagenet", **options)
+    return ImageFolder(folder, "folder", **options)
 
 
 def _folders(root: Path) -> list[str]:
@@ -257,7 +260,9 @@ def _labels(folders: list[str], kind: str, root: Path) -> tuple[Mapping[str, int
     """Return the label of each class folder, and the indices of these classes if they are not all 1000."""
     if kind == "folder" and not all(SYNSET.fullmatch(f) and f in synsets() for f in folders):
         return {f: i for i, f in enumerate(folders)}, None
-    index = {str(i): i for i in range(1000)} if kind == "imagenet-v2" else synsets()
+    index = synsets()
+    if kind == "imagenet-v2":
+        index = {str(i): i for i in range(1000)}
     stranger = next((f for f in folders if f not in index), None)
     if stranger is not None:
         raise _not_found(root, kind, f"it holds the folder {stranger}, which is not one of ImageNet's 1000 classes")
@@ -298,5 +303,7 @@ def is_imagenet_c(root: Path) -> bool:
 
 
 def _not_found(root: Path, kind: str | None, found: str) -> FileNotFoundError:
-    sought = f"{kind}, {KINDS[kind]}" if kind else "a folder of images, a folder of class folders, or a .tar"
+    sought = "a folder of images, a folder of class folders, or a .tar"
+    if kind:
+        sought = f"{kind}, {KINDS[kind]}"
     return FileNotFoundError(f"no images at {root}: {found}; looked for {sought}")

@@ -124,8 +124,7 @@ def _images(src: Path) -> list[Path]:
     images = [path for path in found if is_image(path.name)]
     others = sorted(path.name for path in found if is_other_image(path.name))
     if not images:
-        why = f" ({left_out(others)})" if others else ""
-        raise FileNotFoundError(f"no images under {str(src)!r}{why}; looked for {' '.join(EXTENSIONS)}")
+        raise FileNotFoundError(f"no images under {str(src)!r}; looked for {' '.join(EXTENSIONS)}{left_out(others)}")
     warn_left_out(others, src)
     return sorted(images, key=lambda path: path.relative_to(src).as_posix())
 

@@ -61,9 +61,11 @@ def _extension(name: str) -> str | None:
 
 
 def left_out(files: Sequence[str]) -> str:
-    """Return a message about image files that are left out, since their format is not read."""
+    """Return a remark for an error about image files whose format is not read, or "" if there are none."""
+    if not files:
+        return ""
     return (
-        f"left out {len(files)} image file(s) of other formats ({files[0]}, ...): "
+        f", but left out {len(files)} image file(s) of other formats ({files[0]}, ...): "
         f"only {', '.join(FORMATS)} are read; convert them, for example to PNG"
     )
 
@@ -71,7 +73,7 @@ def left_out(files: Sequence[str]) -> str:
 def warn_left_out(files: Sequence[str], where: str | os.PathLike) -> None:
     """Warn once for all image files of a folder or archive whose format is not read."""
     if files:
-        warnings.warn(f"{os.fspath(where)}: {left_out(files)}", stacklevel=3)
+        warnings.warn(f"images of {os.fspath(where)} are read{left_out(files)}", stacklevel=3)
 
 
 def read_image(file: bytes | str | os.PathLike, *, name: str) -> np.ndarray:

@@ -62,8 +62,10 @@ def is_tar(path: str) -> bool:
 
 def expand(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
     """Return the local files and URLs, with braces and then globs expanded."""
+    if isinstance(paths, str | os.PathLike):
+        paths = [paths]
     shards = []
-    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+    for path in paths:
         for url in expand_urls(os.fspath(path).removeprefix("file://")):
             if _is_remote(url):
                 shards.append(url)
@@ -98,8 +100,7 @@ def samples(shards: Sequence[str], cache_dir: str | os.PathLike | None = None) -
         else:
             others.extend(f"{sample['__key__']}.{e}" for e in OTHER_EXTENSIONS if e in sample)
     if not found:
-        why = f" ({left_out(others)})" if others else ""
-        raise ValueError(f"no KEY.jpg (or {', '.join(EXTENSIONS[1:])}) in {', '.join(shards)}{why}")
+        raise ValueError(f"no KEY.jpg (or {', '.join(EXTENSIONS[1:])}) in {', '.join(shards)}{left_out(others)}")
     warn_left_out(others, shards[0])
     return found
 
@@ -159,10 +160,11 @@ def _is_remote(url: str) -> bool:
 
 def _fetch(url: str, cache_dir: str | os.PathLike | None) -> str:
     """Return the path of the shard's copy in the cache; fetch it if it is not there."""
-    home = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
-    folder = Path(home, "mgtta", "shards") if cache_dir is None else Path(cache_dir)
+    if cache_dir is None:
+        home = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+        cache_dir = Path(home, "mgtta", "shards")
     digest = hashlib.sha256(url.encode()).hexdigest()[:16]
-    copy = folder / f"{digest}-{PurePosixPath(urlparse(url).path).name}"
+    copy = Path(cache_dir) / f"{digest}-{PurePosixPath(urlparse(url).path).name}"
     if not copy.exists():
         gopen = importlib.import_module("webdataset.gopen").gopen  # the package hides the module of that name
         try:

@@ -123,10 +123,13 @@ def stream(
     elif not isinstance(domains, list | tuple):
         domains = [Domain(domain, domains)]
     _check(domains)
+    labels = None
+    if imbalance is not None:
+        labels = [_labels(d) for d in domains]
     batches = plan_batches(
         [d.name for d in domains],
         [len(d.dataset) for d in domains],
-        labels=None if imbalance is None else [_labels(d) for d in domains],
+        labels=labels,
         batch_size=batch_size,
         mixed=mixed,
         imbalance=imbalance,
@@ -216,8 +219,9 @@ class Stream:
         return Stream(self.domains, self.plan[batches:], self.seed, self.workers, self.device, self.keeps_empty)
 
     def __iter__(self) -> Iterator[Batch]:
+        seed_of_workers = self.seed if self.device is None else None  # on a device, images are corrupted there
         loader = DataLoader(
-            _Loaded(self.domains, self.plan, self.seed if self.device is None else None),
+            _Loaded(self.domains, self.plan, seed_of_workers),
             batch_size=None,
             num_workers=self.workers,
             pin_memory=self.device is not None and self.device.type == "cuda",

@@ -37,9 +37,9 @@ def _files(folder: Path) -> list[Path]:
     files = [path for path in found if is_image(path.name)]
     others = [path.name for path in found if is_other_image(path.name)]
     if not files:
-        why = f" ({left_out(others)})" if others else ""
         raise ValueError(
-            f"no frost textures in {str(folder)!r}{why}: name a folder of images, or none to generate textures"
+            f"no frost textures in {str(folder)!r}: name a folder of images, or none to generate textures"
+            + left_out(others)
         )
     warn_left_out(others, folder)
     return files
