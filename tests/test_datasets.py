@@ -66,7 +66,7 @@ open_small = partial(open_dataset, size=SIZE)
 # --- pixels
 
 
-def test_an_image_of_the_size_passes_untouched():
+def test_an_image_of_the_right_size_is_not_changed():
     array = pixels(0)
     image = decode(encode(array), name="x", size=SIZE)
     assert image.dtype == torch.uint8
@@ -129,7 +129,7 @@ def test_floating_point_pixels_are_rejected():
         decode(data, name="x", size=8)
 
 
-def test_a_tensor_is_its_own_to_write(monkeypatch):
+def test_a_decoded_image_shares_no_memory(monkeypatch):
     array = pixels(3, 1, 1)  # as contiguous in one order as in the other
     before = array.copy()
     monkeypatch.setattr(images, "_pixels", lambda *_: array)
@@ -192,12 +192,12 @@ def test_simplejpeg_gives_the_pixels_of_pil(both, data, tmp_path, monkeypatch):
 
 @with_simplejpeg
 @pytest.mark.parametrize("data", [encode(pixels(5), "JPEG", "CMYK"), encode(pixels(5), "JPEG", "L", subsampling=2)])
-def test_what_simplejpeg_does_not_read_is_left_to_pil(both, data):
+def test_pil_reads_what_simplejpeg_does_not(both, data):
     assert both(data).shape == (3, SIZE, SIZE)
 
 
 @with_simplejpeg
-def test_damage_to_a_jpeg_is_judged_by_pil(both):
+def test_pil_decides_about_damaged_jpegs(both):
     for cut in (len(JPEG) // 2, len(JPEG) - 2):
         assert "truncated" in both(JPEG[:cut])
     found = set()
@@ -211,7 +211,7 @@ def test_damage_to_a_jpeg_is_judged_by_pil(both):
 
 @with_simplejpeg
 @pytest.mark.parametrize(("h", "w"), [(40, 49), (41, 50), (50, 40)])
-def test_a_jpeg_of_another_size_than_was_checked_is_refused(h, w):
+def test_a_jpeg_of_another_size_than_was_checked_is_rejected(h, w):
     with pytest.raises(ValueError, match=r"size|small"):
         images._jpeg(io.BytesIO(JPEG), h, w)
 
@@ -232,7 +232,7 @@ def test_a_jpeg_of_another_size_than_was_checked_is_refused(h, w):
         (encode(pixels(4, 40_000, 1)), "resized"),
     ],
 )
-def test_what_is_no_honest_image_is_refused_by_name(data, reason):
+def test_invalid_images_are_rejected_by_name(data, reason):
     with pytest.raises(ImageError, match=rf"some/name\.png: .*{reason}"):
         decode(data, name="some/name.png", size=224)
 
@@ -321,7 +321,7 @@ def test_a_tree_like_imagenet_c_with_other_classes(tmp_path):
     assert dataset.labels.tolist() == [0, 1]
 
 
-def test_what_is_missing_says_what_was_looked_for(tmp_path):
+def test_errors_for_missing_data_say_what_was_looked_for(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere.*200 synset folders.*hendrycks/imagenet-r"):
         open_dataset(tmp_path / "nowhere", kind="imagenet-r")
     with pytest.raises(FileNotFoundError, match="2235448"):
@@ -340,7 +340,7 @@ def test_what_is_missing_says_what_was_looked_for(tmp_path):
         open_dataset(tmp_path, on_error="ignore")
 
 
-def test_no_image_is_left_out_without_a_word(tmp_path):
+def test_images_outside_the_class_folders_are_an_error(tmp_path):
     root = tree(tmp_path / "a", ["cats"])
     Image.new("RGB", (8, 8)).save(root / "loose.png")
     with pytest.raises(ValueError, match=r"holds images \(loose.png, ...\) beside the folder cats"):
@@ -487,13 +487,13 @@ def link(kind, target):
         link(tarfile.LNKTYPE, "x"),
     ],
 )
-def test_members_outside_the_archive_are_rejected(tmp_path, member):
+def test_tar_members_outside_the_archive_are_rejected(tmp_path, member):
     data = b"" if isinstance(member, tarfile.TarInfo) else b"x"
     with pytest.raises(ValueError, match="rejected"):
         open_dataset(tar(tmp_path / "x.tar", [("ok.jpg", b"x"), (member, data)]))
 
 
-def test_a_shell_command_is_no_url(tmp_path):
+def test_a_shell_command_is_not_a_url(tmp_path):
     with pytest.raises(ValueError, match="scheme of a URL 'pipe'"):
         open_dataset(f"pipe:touch {tmp_path}/run; cat x.tar")
     assert not list(tmp_path.iterdir())
@@ -533,7 +533,7 @@ def test_unreadable_members_are_named_or_skipped(tmp_path):
     assert [name for name, _ in dataset.skipped] == ["b"]
 
 
-def test_a_member_that_claims_terabytes_is_refused(tmp_path):
+def test_a_tar_member_that_claims_terabytes_is_rejected(tmp_path):
     info = tarfile.TarInfo("a.jpg")
     info.size = 2**40
     (tmp_path / "x.tar").write_bytes(info.tobuf(tarfile.GNU_FORMAT) + bytes(1024))

@@ -28,7 +28,7 @@ def _files(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.JPEG"))}
 
 
-def test_tree(images, tmp_path):
+def test_corrupt_folder_writes_the_layout_of_imagenet_c(images, tmp_path):
     result = corrupt_folder(images, tmp_path / "out", **JOBS)
     files = _files(tmp_path / "out")
     assert (result.written, result.present, result.unreadable) == (20, 0, [])
@@ -39,7 +39,7 @@ def test_tree(images, tmp_path):
     assert json.loads((tmp_path / "out" / export.SETTINGS).read_text())["frost"] == "generated (6 textures)"
 
 
-def test_pixels_are_the_engine_s(images, tmp_path):
+def test_corrupt_folder_writes_the_pixels_of_corrupt(images, tmp_path):
     corrupt_folder(images, tmp_path / "out", **JOBS)
     paths = sorted(images.rglob("*.png"), key=lambda path: path.relative_to(images).as_posix())
     pixels = torch.from_numpy(export._pixels(paths[3], 32)).permute(2, 0, 1)[None]
@@ -49,7 +49,7 @@ def test_pixels_are_the_engine_s(images, tmp_path):
     assert written.read_bytes() == (tmp_path / "expected.jpg").read_bytes()
 
 
-def test_goes_on_after_a_stop(images, tmp_path, monkeypatch):
+def test_corrupt_folder_resumes_after_an_interrupt(images, tmp_path, monkeypatch):
     whole = tmp_path / "whole"
     corrupt_folder(images, whole, **JOBS)
 
@@ -74,7 +74,7 @@ def test_goes_on_after_a_stop(images, tmp_path, monkeypatch):
     assert corrupt_folder(images, out, **JOBS).present == 20
 
 
-def test_flat_folder_and_own_sizes(tmp_path):
+def test_corrupt_folder_keeps_the_sizes_of_a_flat_folder(tmp_path):
     (tmp_path / "in").mkdir()
     for name, size in (("a.png", (40, 50)), ("b.jpg", (33, 70)), ("small.png", (20, 20))):
         Image.new("RGB", size, (10, 200, 90)).save(tmp_path / "in" / name)
@@ -116,7 +116,7 @@ def test_tiff_files_are_left_out_with_a_warning(tmp_path):
     assert result.written == 4
 
 
-def test_a_tree_has_one_kind_of_pixels(images, tmp_path):
+def test_corrupt_folder_rejects_a_tree_of_other_settings(images, tmp_path):
     corrupt_folder(images, tmp_path / "out", **JOBS)
     with pytest.raises(ValueError, match=r"other settings .seed 0, now 1.: use another folder"):
         corrupt_folder(images, tmp_path / "out", seed=1, **JOBS)
@@ -125,7 +125,7 @@ def test_a_tree_has_one_kind_of_pixels(images, tmp_path):
         corrupt_folder(images, tmp_path / "out", **JOBS)
 
 
-def test_refusals(images, tmp_path):
+def test_corrupt_folder_rejects_invalid_arguments(images, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(ValueError, match="unknown corruption 'fogg'; choose from: gaussian_noise"):
         corrupt_folder(images, out, corruptions=["fogg"])
@@ -144,7 +144,7 @@ def test_refusals(images, tmp_path):
         corrupt_folder(images, out, **JOBS)
 
 
-def test_writes_nowhere_else(images, tmp_path):
+def test_corrupt_folder_does_not_follow_links_out_of_the_tree(images, tmp_path):
     out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
     elsewhere.mkdir()
     (out / "pixelate").mkdir(parents=True)
@@ -154,6 +154,6 @@ def test_writes_nowhere_else(images, tmp_path):
     assert not list(elsewhere.iterdir())
 
 
-def test_progress_bar(images, tmp_path, capsys):
+def test_corrupt_folder_shows_a_progress_bar(images, tmp_path, capsys):
     corrupt_folder(images, tmp_path / "out", corruptions=["contrast"], severities=[1], size=32)
     assert "corrupting" in capsys.readouterr().out

@@ -91,7 +91,7 @@ def samples(shards: Sequence[str], cache_dir: str | os.PathLike | None = None) -
         webdataset.SimpleShardList(shards), lambda urls: _members(urls, cache_dir), group_by_keys
     )
     found = []
-    others = []
+    others: list[str] = []
     for sample in pipeline:
         image = next((sample[e] for e in EXTENSIONS if e in sample), None)
         if image is not None:

@@ -130,8 +130,8 @@ def _texture(rng: Generator) -> np.ndarray:
 def _colours(rng: Generator) -> np.ndarray:
     """Return (4, 3): glyph, the two of the background, stroke. The luma of the first differs from the next two."""
     threshold = rng.uniform(0.3, 0.7)
-    glyph = (0, threshold - CONTRAST / 2)  # a range of luma
-    back = (threshold + CONTRAST / 2, 1)
+    glyph = (0.0, threshold - CONTRAST / 2)  # a range of luma
+    back = (threshold + CONTRAST / 2, 1.0)
     if rng.random() >= 0.5:  # a light glyph on a dark background
         glyph, back = back, glyph
     luma = np.array([rng.uniform(*side) for side in (glyph, back, back, (0, 1))], dtype=np.float32)
