@@ -38,7 +38,7 @@ def test_entropy_of_extreme_logits():
     assert logits.grad.isfinite().all()
 
 
-def test_one_image_counts_only_the_means():
+def test_one_image_counts_the_means_alone():
     _, features, mean, std = problem(1)
     expected = sum((f[0] - m).square().sum() for f, m in zip(features, mean, strict=True))
     torch.testing.assert_close(discrepancy(features, mean, std), expected)
