@@ -139,7 +139,7 @@ def test_fisher_file_and_fingerprint(tmp_path, model):
     with pytest.raises(ValueError, match="Fisher information of other weights"):
         mgtta.create("eata", vit(seed=1), fisher=fisher)
     mgtta.save_source(mgtta.source_statistics(model, images(8)), tmp_path / "s.safetensors")
-    with pytest.raises(ValueError, match="no file of mgtta fisher"):
+    with pytest.raises(ValueError, match="not a file of mgtta fisher"):
         mgtta.load_fisher(tmp_path / "s.safetensors")
 
 

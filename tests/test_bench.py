@@ -31,10 +31,10 @@ from mgtta.bench.resources import Lab, Watch
 from mgtta.bench.run import run_cells, run_experiment
 from mgtta.bench.store import Store
 from mgtta.cli.progress import Bars
-from mgtta.data.cache import STAND_INS, Held, Room
+from mgtta.data.cache import Held, Room
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
 from mgtta.data.datasets import open_dataset
-from mgtta.data.glyphs import CLASSES, Glyphs
+from mgtta.data.glyphs import CLASSES, STAND_INS, Glyphs
 from mgtta.evaluation.record import Record
 from mgtta.methods.registry import recipes
 

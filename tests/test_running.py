@@ -60,7 +60,7 @@ def test_load_state_rejects_other_kinds_and_newer_versions(method, tmp_path):
     with pytest.raises(ValueError, match="newer mgtta: upgrade"):
         mgtta.load_state(method, tmp_path / "s")
     write_tree(tmp_path / "s", tree, {"kind": "something", "version": "1"})
-    with pytest.raises(ValueError, match="no file of mgtta state"):
+    with pytest.raises(ValueError, match="not a file of mgtta state"):
         mgtta.load_state(method, tmp_path / "s")
     write_tree(tmp_path / "s", {**tree, "random": torch.zeros(3)}, {"kind": running.KIND, "version": "1"})
     with pytest.raises(ValueError, match="damaged state"):

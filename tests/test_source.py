@@ -58,7 +58,7 @@ def test_bad_images(model):
 
 def test_bad_files(tmp_path, source, generator):
     mgtta.save_generator(generator, tmp_path / "g.safetensors")
-    with pytest.raises(ValueError, match="no file of mgtta source statistics"):
+    with pytest.raises(ValueError, match="not a file of mgtta source statistics"):
         mgtta.load_source(tmp_path / "g.safetensors")
     good = tmp_path / "s.safetensors"
     mgtta.save_source(source, good)

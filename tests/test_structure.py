@@ -72,6 +72,13 @@ def test_some_packages_are_imported_in_one_place():
             assert name == homes[root], f"{name}: import {root} from mgtta.{homes[root]}"
 
 
+def test_images_are_opened_in_one_place():
+    """PIL's Image.open tries every format it knows; data/images.py limits formats and sizes."""
+    assert [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if "Image.open(" in path.read_text()] == [
+        "data/images.py"
+    ]
+
+
 def test_public_names_are_there():
     for name in mgtta.__all__:
         assert getattr(mgtta, name).__module__.startswith("mgtta")

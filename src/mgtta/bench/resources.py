@@ -20,10 +20,10 @@ from mgtta._lib.shipped import shipped
 from mgtta._lib.timm import timm
 from mgtta.bench.experiments import Cell, Setup, Training, digest
 from mgtta.bench.provenance import check_apart, seen
-from mgtta.data.cache import STAND_INS, Held, Room
+from mgtta.data.cache import Held, Room
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS, frost_source
 from mgtta.data.datasets import KINDS, is_imagenet_c, open_dataset, synsets
-from mgtta.data.glyphs import TEST_SEED, VALIDATION_SEED, Glyphs
+from mgtta.data.glyphs import STAND_INS, TEST_SEED, VALIDATION_SEED, Glyphs
 from mgtta.data.streams import Domain, corrupted, stream
 from mgtta.evaluation.loop import evaluate
 from mgtta.evaluation.record import Record

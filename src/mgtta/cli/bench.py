@@ -140,7 +140,7 @@ def _device(device: str | None, tf32: bool) -> str:
 def _variants(variant: list[str], experiment: str, data: str | None) -> Sequence[tuple[str, str]]:
     """Return (name, images) of each variant; for the characters, those that the package renders."""
     from mgtta.bench import experiments
-    from mgtta.data.cache import STAND_INS
+    from mgtta.data.glyphs import STAND_INS
 
     found = [experiments.variant(text) for text in variant]
     if not found and data is None:
