@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from mgtta._lib.cpu import check_bfloat16
 from mgtta._lib.errors import unknown
 from mgtta._lib.ranks import ranks_of
 from mgtta.adaptation.guarded import Guard, guarded
@@ -129,6 +130,8 @@ def _set_pull(method: Method, pull: float | None) -> None:
 def _set_engine(method: Method, precision: str, low_memory: bool) -> None:
     """Give the method the fast engine if that is asked for, or with "auto" if it pays."""
     on_gpu = next(method.model.parameters()).is_cuda
+    if precision in ("bf16", "fp8") and not on_gpu:
+        check_bfloat16()
     if precision in ("bf16", "fp8") or (precision == "auto" and on_gpu):
         from mgtta.fast.engine import FastEngine, fits  # compilers and kernels, only for those who ask
 

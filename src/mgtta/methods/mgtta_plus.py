@@ -5,6 +5,8 @@ A running mean m of f, over about MEMORY_IMAGES images, tells how far the stream
 the head is linear, taking the shift back before it is the same as adding W (mu - m) to the logits.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -67,6 +69,11 @@ class MGTTAPlus(MGTTA):
         if not self.mirror:
             return logits
         return logits.reshape(2, len(logits) // 2, logits.shape[1]).mean(0)
+
+    def objective(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
+        if self.mirror and self.ranks.size > 1:  # ranks count images by their logits: one row for each view
+            logits = logits.repeat(2, 1)
+        return super().objective(logits, features)
 
     def answer(self, seen: Pass) -> Tensor:
         """Return the logits with the features' shift taken back."""
