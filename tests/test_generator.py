@@ -4,6 +4,7 @@ from conftest import random_generator
 from transcription import generate, memorise, memory_loss, phi_of
 
 import mgtta
+from mgtta.fast.columns import generate as column_wise
 from mgtta.learned.generator import MEMORIES
 
 
@@ -28,6 +29,19 @@ def test_memorise_and_generate_agree_with_the_transcription(hidden_size):
             assert update[i].item() == pytest.approx(generate(z[i].tolist(), W, b, phi), abs=1e-12)
             torch.testing.assert_close(memory[i], torch.tensor(sum(W, []) + b, dtype=torch.float64), atol=1e-12, rtol=0)
     assert memory.shape == (n, d * d + d)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize(("hidden_size", "n"), [(1, 3), (8, 0), (8, 1), (8, 50)])
+def test_the_column_layout_agrees_with_the_plain_generator(memory, hidden_size, n):
+    generator = random_generator(hidden_size, memory).double()
+    plain = columns = generator.init_memory(n)
+    for _ in range(4):
+        z = torch.randn(n, 2, dtype=torch.float64)
+        update, plain = generator(z, plain)
+        same, columns = column_wise(generator, z, columns)
+        torch.testing.assert_close(same, update, atol=1e-12, rtol=0)
+        torch.testing.assert_close(columns, plain, atol=1e-12, rtol=0)
 
 
 def test_the_transcribed_write_lowers_its_own_loss():
