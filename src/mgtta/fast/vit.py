@@ -121,7 +121,7 @@ def _is_norm(layer: nn.Module) -> bool:
 
 def _embed(model: Classifier, x: Tensor) -> Tensor:
     """The tokens (N, L, d), as the first block takes them."""
-    x, net = model._prepare(x).to(torch.bfloat16), cast(Any, model.net)
+    x, net = model.prepare(x).to(torch.bfloat16), cast(Any, model.net)
     proj = net.patch_embed.proj
     n, channels, height, width = x.shape
     a, b = proj.kernel_size

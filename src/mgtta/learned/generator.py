@@ -156,7 +156,7 @@ class MetaGradientGenerator(
         dtype = self.o_proj.weight.dtype
         if not inputs.dtype == memory.dtype == dtype:
             raise TypeError(
-                f"inputs ({inputs.dtype}), memory ({memory.dtype}) and generator ({dtype}) must have one dtype: cast them"
+                f"inputs ({inputs.dtype}), memory ({memory.dtype}) and generator ({dtype}) must have one dtype"
             )
         if memory.shape != (n, self.memory.width):
             raise ValueError(
