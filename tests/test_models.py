@@ -1,3 +1,7 @@
+import copy
+import pickle
+import warnings
+
 import pytest
 import torch
 from conftest import CLASSES, convnet, images, vit
@@ -336,3 +340,116 @@ def test_fingerprint():
         nudged.norm.weight[0] += 1e-4
     assert model.fingerprint() != mgtta.load_model(nudged).fingerprint()
     assert model.fingerprint() != mgtta.load_model(vit(), mean=[0.5] * 3, std=[0.5] * 3).fingerprint()
+
+
+# --- images that are already normalised
+
+
+def deit():
+    return mgtta.load_model("deit_tiny_patch16_224", pretrained=False, **SMALL)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [(images(4) - 0.45) / 0.22, images(4) * 255, images(4) * 2 - 1],
+    ids=["normalised", "0-255", "-1 to 1"],
+)
+def test_float_images_outside_0_1_are_warned_about_once(x):
+    model = deit()
+    with pytest.warns(UserWarning, match=r"outside \[0, 1\].*uint8.*load_model\(\.\.\., normalised=True\)"):
+        model(x)
+    model(x)  # a second warning would be an error here
+    with pytest.warns(UserWarning, match="outside"):
+        deit().features(x)
+
+
+def test_images_as_they_should_be_bring_no_warning():
+    model = deit()
+    model(images(4))
+    model((images(4) * 255).to(torch.uint8))
+    model(images(4) + 0.1 * torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)).clamp(-1, 1))
+    mgtta.load_model(vit())((images(4) - 0.45) / 0.22)  # no mean and std are known
+
+
+def test_only_the_first_batches_are_looked_at():
+    model = deit()
+    for _ in range(3):
+        model(images(2))
+    model(images(2) * 255)
+    late = deit()
+    late(images(2))
+    with pytest.warns(UserWarning, match="outside"):
+        late(images(2) * 255)
+
+
+def test_a_method_warns_about_normalised_images():
+    method = mgtta.create("tent", deit())
+    with pytest.warns(UserWarning, match="outside"):
+        method((images(4) - 0.45) / 0.22)
+
+
+def test_normalised_images_go_to_the_network_as_they_are():
+    plain = deit()
+    torch.manual_seed(0)
+    model = mgtta.load_model("deit_tiny_patch16_224", pretrained=False, normalised=True, **SMALL)
+    model.net.load_state_dict(plain.net.state_dict())
+    x = images(4)
+    given = (x - plain.mean) / plain.std
+    assert model.mean is None
+    assert model.std is None
+    assert model.normalised
+    assert torch.equal(model(given), plain(x))
+    assert copy.deepcopy(model).normalised
+    assert pickle.loads(pickle.dumps(model)).normalised
+    with pytest.raises(TypeError, match="uint8 images are not normalised"):
+        model((x * 255).to(torch.uint8))
+    with pytest.raises(ValueError, match="normalised=True"):
+        mgtta.load_model(vit(), mean=[0.5] * 3, std=[0.5] * 3, normalised=True)
+    method = mgtta.create("tent", model)
+    method(given)
+    assert method.updates == 1
+
+
+# --- outputs that are not logits, and wrapped modules
+
+
+def test_a_head_of_one_logit_names_the_remedy():
+    net = convnet("group")
+    net[-1] = nn.Linear(16, 1)
+    with pytest.raises(ValueError, match=r"one logit.*torch\.cat\(\[-z, z\], dim=1\) / 2"):
+        mgtta.load_model(net)(images(2))
+    with pytest.raises(ValueError, match="one logit"):
+        mgtta.load_model("vit_tiny_patch16_224", pretrained=False, **{**SMALL, "num_classes": 1})
+
+
+def test_the_remedy_for_one_logit_is_right():
+    z = torch.tensor([[-3.0], [0.2], [5.0]])
+    torch.testing.assert_close((torch.cat([-z, z], dim=1) / 2).softmax(1)[:, 1:], z.sigmoid())
+
+
+def test_softmax_outputs_are_warned_about_once():
+    model = mgtta.load_model(nn.Sequential(*convnet("group"), nn.Softmax(1)))
+    with pytest.warns(UserWarning, match="look like softmax probabilities.*logarithm"):
+        model(images(4))
+    model(images(4))
+    mgtta.load_model(nn.Sequential(*convnet("group"), nn.LogSoftmax(1)))(images(4))
+
+
+def test_a_compiled_module_is_unwrapped():
+    net = convnet("group")
+    own = mgtta.load_model(net)
+    compiled, compiled_classifier = (torch.compile(module, backend="eager") for module in (net, own))
+    model = mgtta.load_model(compiled)
+    assert type(model.net) is nn.Sequential
+    assert torch.equal(model(images(4)), net(images(4)))
+    assert type(mgtta.create("tent", compiled_classifier).model) is mgtta.Classifier
+    with pytest.raises(ValueError, match="already"):
+        mgtta.load_model(compiled_classifier)
+
+
+def test_a_torchscript_module_is_refused():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about TorchScript
+        traced = torch.jit.trace(convnet("group"), images(2))
+    with pytest.raises(ValueError, match=r"TorchScript module cannot adapt.*give the nn\.Module"):
+        mgtta.load_model(traced)
