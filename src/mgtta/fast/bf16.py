@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mgtta.models.classifier import Classifier
 from mgtta.models.hooks import own_hook
-from mgtta.models.norms import blocks_of, norm_layers
+from mgtta.models.norms import blocks_of, dotted, norm_layers
 
 How = Callable[[Callable[..., Any]], Callable[..., Any]]  # a function -> the same function, or it compiled
 
@@ -32,8 +32,7 @@ def lower(model: Classifier) -> Classifier:
             continue
         for name, t in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if t.is_floating_point() and t.dtype != torch.bfloat16:  # shared weights are met twice
-                full_name = f"{prefix}.{name}" if prefix else name
-                model.full_precision[full_name] = t.detach().to("cpu", copy=True)
+                model.full_precision[dotted(prefix, name)] = t.detach().to("cpu", copy=True)
                 t.data = t.data.to(torch.bfloat16)
     model.net.register_forward_pre_hook(_round_input)
     model.net.register_forward_hook(_raise_output)

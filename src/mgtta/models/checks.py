@@ -24,7 +24,8 @@ class FirstBatches:
         if not can_look(x) or not self.images_left or x.dtype == torch.uint8 or not x.numel():
             return
         self.images_left -= 1
-        low, high = (value.item() for value in x.detach().aminmax())
+        low = x.min().item()
+        high = x.max().item()
         if low < -MARGIN or high > 1 + MARGIN:
             self.images_left = 0
             warnings.warn(

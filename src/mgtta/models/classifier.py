@@ -55,8 +55,11 @@ class Classifier(nn.Module):
         self.normalised = normalised
         self.register_buffer("mean", _per_channel(mean))
         self.register_buffer("std", _per_channel(std))
-        self.register_buffer("classes", None if classes is None else _class_index(classes, net))
-        self._last_class = -1 if self.classes is None else int(self.classes.max())
+        self.register_buffer("classes", None)
+        self._last_class = -1
+        if classes is not None:
+            self.classes = _class_index(classes, net)
+            self._last_class = int(self.classes.max())
         self._taps = feature_taps(net)
         self._uses_batch_statistics = False
         self._first_batches = FirstBatches()
@@ -204,11 +207,11 @@ class Classifier(nn.Module):
 
 def linear_head(net: nn.Module, name: str) -> nn.Linear:
     """Return the network's linear head: timm's `get_classifier()`, or the last linear layer."""
+    modules = list(net.modules())
     get_classifier = getattr(net, "get_classifier", None)
-    head = None if get_classifier is None else get_classifier()
-    if isinstance(head, nn.Linear):
-        return head
-    for module in reversed(list(net.modules())):
+    if get_classifier is not None:
+        modules.append(get_classifier())
+    for module in reversed(modules):
         if isinstance(module, nn.Linear):
             return module
     raise ValueError(f"{name} has no linear head, and this method needs one")

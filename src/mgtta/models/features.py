@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mgtta.models.norms import CHANNELS_FIRST, norm_layers
+from mgtta.models.norms import CHANNELS_FIRST, dotted, norm_layers
 
 
 class Tap:
@@ -130,9 +130,8 @@ def feature_taps(net: nn.Module) -> list[Tap]:
         blocks = getattr(module, "blocks", None)
         if not isinstance(blocks, nn.ModuleList | nn.Sequential):
             continue
-        dot = f"{prefix}." if prefix else ""
-        first_norms = [f"{dot}blocks.{i}.norm1" for i in range(len(blocks))]
-        final_norms = [name for name in (f"{dot}fc_norm", f"{dot}norm") if name in layers]
+        first_norms = [dotted(prefix, f"blocks.{i}.norm1") for i in range(len(blocks))]
+        final_norms = [name for name in (dotted(prefix, "fc_norm"), dotted(prefix, "norm")) if name in layers]
         if final_norms and all(name in layers for name in first_norms):
             tokens = getattr(module, "num_prefix_tokens", 0)
             class_token = getattr(module, "global_pool", None) == "token" and tokens > 0

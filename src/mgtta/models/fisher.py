@@ -3,7 +3,7 @@
 import copy
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from mgtta._lib.files import check_kind, check_weights, read_tensors, write_tensors
+from mgtta.models.batches import image_batches
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import norm_parameters
 
@@ -61,7 +62,7 @@ def fisher_information(
     total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in params.items()}
     images = 0
     batches = 0
-    for x in _batches(clean_images, batch_size, max_images):
+    for x in image_batches(clean_images, batch_size, max_images):
         grads = _gradients(model, x, list(params.values()))
         for value, grad in zip(total.values(), grads, strict=True):
             if grad is not None:
@@ -72,19 +73,6 @@ def fisher_information(
         raise ValueError("no clean images: some hundred are needed, and 2,000 are enough")
     values = {name: (value / batches).to(params[name].dtype) for name, value in total.items()}
     return Fisher(values, images, model.name, model.fingerprint(), {"batch_size": batch_size})
-
-
-def _batches(clean_images: Tensor | Iterable[Any], batch_size: int, max_images: int) -> Iterator[Tensor]:
-    """Yield batches of at most `batch_size` images, and at most `max_images` images in all."""
-    left = max_images
-    for batch in [clean_images] if isinstance(clean_images, Tensor) else clean_images:
-        x = batch if isinstance(batch, Tensor) else batch[0]
-        for part in x[:left].split(batch_size):
-            if len(part):
-                yield part
-        left -= len(x[:left])
-        if left <= 0:
-            return
 
 
 @torch.inference_mode(False)

@@ -19,11 +19,19 @@ def has_hook(module: nn.Module, function: Callable) -> bool:
     return any(hook is function for hook in module._forward_pre_hooks.values())
 
 
-def remove_own_hooks(net: nn.Module, only: Callable | None = None) -> None:
-    """Remove the library's own hooks, or only one function's, from all modules; the user's hooks stay."""
+def remove_own_hooks(net: nn.Module) -> None:
+    """Remove the library's own hooks from all modules; the user's hooks stay."""
+    _remove(net, lambda hook: getattr(hook, "is_mgtta_hook", False))
+
+
+def remove_hook(net: nn.Module, function: Callable) -> None:
+    """Remove this one hook from all modules."""
+    _remove(net, lambda hook: hook is function)
+
+
+def _remove(net: nn.Module, wanted: Callable[[Callable], bool]) -> None:
     for module in net.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
-                wanted = getattr(hook, "is_mgtta_hook", False) if only is None else hook is only
-                if wanted:
+                if wanted(hook):
                     del hooks[key]

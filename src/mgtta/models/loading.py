@@ -46,9 +46,11 @@ def load_model(
         timm_arguments: passed to `timm.create_model`, such as `num_classes` or `img_size`.
     """
     is_timm_name = isinstance(name_or_module, str) and name_or_module not in shipped("models")
-    if not is_timm_name and (timm_arguments or pretrained is not None):
-        extra = [*timm_arguments, *(["pretrained"] if pretrained is not None else [])]
-        raise ValueError(f"{', '.join(extra)}: only for a timm name, not for a module that exists already")
+    only_for_timm = list(timm_arguments)
+    if pretrained is not None:
+        only_for_timm.append("pretrained")
+    if only_for_timm and not is_timm_name:
+        raise ValueError(f"{', '.join(only_for_timm)}: only for a timm name, not for a module that exists already")
     if isinstance(name_or_module, nn.Module):
         net = _copy(name_or_module)
         name = (getattr(net, "pretrained_cfg", None) or {}).get("architecture") or type(net).__name__

@@ -68,14 +68,13 @@ def early_norm_parameters(net: nn.Module) -> list[nn.Parameter]:
 def blocks_of(net: nn.Module) -> list[str]:
     """Return the names of the blocks or stages, in order: `blocks`, `stages`, `layers`, or `layer1`, `layer2`, ..."""
     for prefix, module in net.named_modules():
-        dot = f"{prefix}." if prefix else ""
         for name in ("blocks", "stages", "layers"):
             container = getattr(module, name, None)
             if isinstance(container, nn.ModuleList | nn.Sequential) and len(container) > 1:
-                return [f"{dot}{name}.{child}" for child, _ in container.named_children()]
+                return [dotted(prefix, name, child) for child, _ in container.named_children()]
         stages = [name for name, _ in module.named_children() if re.fullmatch(r"layer\d+", name)]
         if len(stages) > 1:
-            return [dot + name for name in stages]
+            return [dotted(prefix, name) for name in stages]
     return []
 
 
@@ -86,3 +85,8 @@ def _inside(name: str, parts: list[str]) -> bool:
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:
     """Return the BatchNorm layers, in module order."""
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+
+
+def dotted(prefix: str, *names: str) -> str:
+    """Return the full name of a submodule or tensor of the module `prefix`; the root module has the prefix ""."""
+    return ".".join([prefix, *names]).removeprefix(".")

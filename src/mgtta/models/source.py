@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mgtta._lib.files import check_kind, check_weights, read_tensors, write_tensors
 from mgtta._lib.shipped import shipped
+from mgtta.models.batches import image_batches
 from mgtta.models.classifier import Classifier
 from mgtta.models.loading import as_classifier
 
@@ -55,7 +56,7 @@ def source_statistics(
     model = as_classifier(model)
     count = 0
     sums: list[_Sums] = []
-    for x in _batches(clean_images, batch_size):
+    for x in image_batches(clean_images, batch_size):
         if x.is_floating_point() and not (x.isfinite().all() and x.abs().max() < LARGEST_VALUE):
             raise ValueError("clean images must be finite; give uint8 pixels, or floats in [0, 1]")
         _, features = model.features(x)
@@ -70,15 +71,6 @@ def source_statistics(
     mean = [total.mean(count).to(dtype) for total in sums]
     std = [total.std(count).to(dtype) for total in sums]
     return SourceStatistics(mean, std, count, model.name, model.fingerprint())
-
-
-def _batches(clean_images: Tensor | Iterable[Any], batch_size: int) -> Iterator[Tensor]:
-    if isinstance(clean_images, Tensor):
-        if len(clean_images):
-            yield from clean_images.split(batch_size)
-        return
-    for batch in clean_images:
-        yield batch if isinstance(batch, Tensor) else batch[0]
 
 
 class _Sums:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mgtta.models.hooks import has_hook, own_hook, remove_own_hooks
+from mgtta.models.hooks import has_hook, own_hook, remove_hook
 from mgtta.models.norms import batch_norms
 
 MOMENTUM = 0.1  # share of a batch of MOMENTUM_IMAGES in the stream's statistics
@@ -28,7 +28,7 @@ def use_batch_statistics(net: nn.Module) -> None:
 
 def use_running_statistics(net: nn.Module) -> None:
     """Let BatchNorm layers normalise by their running statistics: undo `use_batch_statistics`."""
-    remove_own_hooks(net, only=_batch_statistics_where_defined)
+    remove_hook(net, _batch_statistics_where_defined)
     for layer in batch_norms(net):
         layer.track_running_stats = layer.running_mean is not None
 
