@@ -101,9 +101,9 @@ def test_coordinates_do_not_see_each_other_and_nothing_is_hidden(memory):
     again, _ = generator(z, start)
     assert torch.equal(update, again)
     assert torch.equal(start, kept)
-    alone, alone_after = generator(z[2:3], start[2:3])
-    torch.testing.assert_close(alone, update[2:3], atol=1e-14, rtol=0)
-    torch.testing.assert_close(alone_after, after[2:3], atol=1e-14, rtol=0)
+    one, one_after = generator(z[2:3], start[2:3])
+    torch.testing.assert_close(one, update[2:3], atol=1e-14, rtol=0)
+    torch.testing.assert_close(one_after, after[2:3], atol=1e-14, rtol=0)
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
@@ -126,7 +126,7 @@ def test_the_memory_is_learned_from_its_start():
 
 
 @pytest.mark.parametrize("bad", [0, -1, 2.5, "8"])
-def test_a_hidden_size_that_is_none(bad):
+def test_an_invalid_hidden_size_is_refused(bad):
     with pytest.raises(ValueError, match="hidden_size"):
         mgtta.MetaGradientGenerator(hidden_size=bad)
 

@@ -138,7 +138,7 @@ def test_in_place_and_without_grad_skipped_and_added_later(generator):
     assert a.grad is None
 
 
-def test_a_late_parameter_moves_as_if_it_were_alone(generator):
+def test_a_parameter_added_later_moves_as_if_it_were_the_only_one(generator):
     a, b = parameters(4, 4)
     alone = nn.Parameter(b.detach().clone())
     optimizer, single = mgtta.MGG([a, b], generator.double()), mgtta.MGG([alone], generator.double())

@@ -23,7 +23,7 @@ def test_a_timm_name_brings_its_own_normalisation():
     assert mgtta.load_model("vit_tiny_patch16_224", pretrained=False, **SMALL).std.flatten().tolist() == [0.5] * 3
 
 
-def test_a_module_of_ones_own_is_copied_and_fed_as_is():
+def test_a_users_module_is_copied_and_takes_images_as_they_are():
     net = convnet("group")
     model = mgtta.load_model(net)
     x = images(4)
@@ -33,7 +33,7 @@ def test_a_module_of_ones_own_is_copied_and_fed_as_is():
     assert net[0].weight.abs().sum() > 0
 
 
-def test_layers_of_a_vit_are_the_papers(model):
+def test_feature_layers_of_a_vit_are_the_papers(model):
     """Class token after the next block's first norm; after the final norm for the last layer."""
     x = images(4)
     logits, features = model.features(x)
@@ -51,7 +51,7 @@ def test_layers_of_a_vit_are_the_papers(model):
     assert torch.equal(logits, model(x))
 
 
-def test_without_a_class_token_the_tokens_are_averaged():
+def test_features_without_a_class_token_average_the_tokens():
     model = mgtta.load_model("vit_tiny_patch16_224", pretrained=False, class_token=False, global_pool="avg", **SMALL)
     x = images(4)
     _, features = model.features(x)
@@ -70,7 +70,7 @@ def test_without_a_class_token_the_tokens_are_averaged():
     ],
 )
 @pytest.mark.slow
-def test_families_of_timm(name, layers):
+def test_features_of_timm_families(name, layers):
     model = mgtta.load_model(name, pretrained=False, num_classes=7)
     logits, features = model.use_batch_statistics().features(torch.rand(2, 3, 224, 224))
     assert logits.shape == (2, 7)
@@ -86,7 +86,7 @@ def test_class_subset():
 
 
 @pytest.mark.parametrize("classes", [[0, CLASSES], [1], [0, 0, 1], [-1, 2], [0.5, 1.7], "12"])
-def test_a_class_subset_that_cannot_be(classes):
+def test_an_invalid_class_subset_is_refused(classes):
     with pytest.raises(ValueError, match="classes"):
         mgtta.load_model(vit(), classes=classes)
 
@@ -238,7 +238,7 @@ class Odd(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def test_odd_modules_of_ones_own():
+def test_odd_user_modules():
     model = mgtta.load_model(Odd())
     x = torch.rand(4, 9, 9)
     source = mgtta.source_statistics(model, x)
@@ -263,14 +263,14 @@ class Encoder(nn.Module):
         return self.head(out.mean(1 if self.batch_first else 0))
 
 
-def test_features_of_a_sequence_first_transformer_are_its_twins():
+def test_features_of_a_sequence_first_transformer_equal_those_of_a_batch_first_one():
     x = torch.rand(4, 8, 3, 3)
     first, second = (mgtta.load_model(Encoder(b)).features(x)[1] for b in (True, False))
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(a, b)
 
 
-def test_a_vit_inside_a_module_of_ones_own_keeps_the_papers_layers(model):
+def test_a_vit_inside_a_users_module_keeps_the_papers_layers(model):
     wrapped = mgtta.load_model(nn.Sequential(vit()))
     x = images(4)
     for a, b in zip(wrapped.features(x)[1], model.features(x)[1], strict=True):
@@ -312,7 +312,7 @@ def test_a_module_that_is_called_module_loads_its_own_weights(tmp_path):
     assert torch.equal(mgtta.load_model(vit(), checkpoint=tmp_path / "c.pth")(x), vit(seed=3)(x))
 
 
-def test_models_that_do_not_serve():
+def test_models_without_norm_layers_or_classes_are_refused():
     with pytest.raises(ValueError, match="no normalisation layer"):
         mgtta.load_model(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)))
     with pytest.raises(ValueError, match="no normalisation layer"):
