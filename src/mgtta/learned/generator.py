@@ -54,7 +54,7 @@ class GradientMemory(nn.Module):
         W = memory[:, : d * d].unflatten(1, (d, d))  # (n, d, d)
         b = memory[:, d * d :]  # (n, d)
         W, b = self.memorise(z, W, b)
-        hidden = q + self.norm(_times(q, W) + b)  # f(q; W', b'), inside Eq. 6
+        hidden = q + self.norm(_linear(q, W, b))  # f(q; W', b'), inside Eq. 6
         return hidden, torch.cat([W.flatten(1), b], dim=1)
 
     def memorise(self, z: Tensor, W: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +64,7 @@ class GradientMemory(nn.Module):
         """
         k = self.k_proj(z)
         v = self.v_proj(z)
-        u = _times(k, W) + b
+        u = _linear(k, W, b)
         centred = u - u.mean(1, keepdim=True)
         scale = (centred.square().mean(1, keepdim=True) + EPS).rsqrt()
         x = centred * scale  # LN(u) = x * gain + bias
@@ -172,6 +172,6 @@ class MetaGradientGenerator(
         super()._save_pretrained(save_directory)
 
 
-def _times(x: Tensor, W: Tensor) -> Tensor:
-    """Return x W, where each coordinate has its own matrix: (n, d), (n, d, d) -> (n, d)."""
-    return torch.bmm(x.unsqueeze(1), W).squeeze(1)
+def _linear(x: Tensor, W: Tensor, b: Tensor) -> Tensor:
+    """Return x W + b, where each coordinate has its own layer: (n, d), (n, d, d), (n, d) -> (n, d)."""
+    return torch.baddbmm(b.unsqueeze(1), x.unsqueeze(1), W).squeeze(1)
