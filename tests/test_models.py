@@ -369,6 +369,8 @@ def test_images_as_they_should_be_bring_no_warning():
     model((images(4) * 255).to(torch.uint8))
     model(images(4) + 0.1 * torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)).clamp(-1, 1))
     mgtta.load_model(vit())((images(4) - 0.45) / 0.22)  # no mean and std are known
+    for value in (float("inf"), float("nan")):
+        deit()(torch.full((2, 3, 32, 32), value))  # not finite: another matter
 
 
 def test_only_the_first_batches_are_looked_at():
