@@ -95,10 +95,6 @@ class Classifier(nn.Module):
         """Return a reader of the layers' features, which reads every forward pass until it is removed."""
         return TapReader(self.net, self._taps, self.name)
 
-    def in_order(self, found: dict[str, Tensor]) -> list[Tensor]:
-        """What the taps found, layer by layer."""
-        return [found[tap.name] for tap in self._taps if tap.name in found]
-
     def embed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits (N, C), and the head's input (N, D)."""
         found: list[Tensor] = []

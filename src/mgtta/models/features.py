@@ -84,40 +84,6 @@ class TapReader:
             handle.remove()
 
 
-class FirstPass:
-    """The features of each tapped layer in a network's first pass within the block."""
-
-    def __init__(self, net: nn.Module, taps: Sequence[Tap]):
-        self.net, self.taps = net, taps
-        self.found: dict[str, Tensor] = {}
-        self.images, self.over = 0, False
-
-    def __enter__(self) -> "FirstPass":
-        self.handles = [
-            self.net.register_forward_pre_hook(self._begin),
-            *(
-                self.net.get_submodule(tap.name).register_forward_hook(partial(self._read, tap), prepend=True)
-                for tap in self.taps
-            ),
-            self.net.register_forward_hook(self._end),
-        ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _begin(self, _net: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self.images = len(inputs[0])
-
-    def _read(self, tap: Tap, _layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if not self.over:
-            self.found[tap.name] = tap.features(inputs, output, self.images).detach()
-
-    def _end(self, *_: object) -> None:
-        self.over = True
-
-
 def feature_taps(net: nn.Module) -> list[Tap]:
     """Return where features are read, in module order.
 
