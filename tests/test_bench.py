@@ -36,7 +36,7 @@ from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
 from mgtta.data.datasets import open_dataset
 from mgtta.data.glyphs import CLASSES, Glyphs
 from mgtta.evaluation.record import Record
-from mgtta.methods.create import RECIPES
+from mgtta.methods.registry import recipes
 
 SMALL = Setup(images=6)
 FEW = [Cell("corruptions", m, (c,), batch_size=3) for c in ("contrast", "fog") for m in ("noadapt", "eq7_sgd")]
@@ -304,7 +304,7 @@ def test_every_experiment_runs_on_the_characters(tmp_path):
 
 
 def test_a_sweep_gives_every_contender_the_same_tries_on_the_validation_split():
-    counts = {name: len(rates(name)) for name in RECIPES}
+    counts = {name: len(rates(name)) for name in recipes()}
     assert set(counts.values()) == {0, 7}
     options = Options(["noadapt", "tent", "mgtta"])
     cells = sweep_cells([*experiment_cells("corruptions", options), *experiment_cells("small-batch", options)])

@@ -14,7 +14,7 @@ from mgtta.bench.resources import Watch
 from mgtta.bench.run import run_cells
 from mgtta.bench.store import Store
 from mgtta.bench.workers import WorkerError
-from mgtta.cli import _bare_ray
+from mgtta.cli.bench import bare_ray
 
 try:
     import ray
@@ -113,6 +113,6 @@ def test_one_engine_at_a_time(tmp_path):
 
 
 def test_ray_on_the_command_line_with_and_without_an_address():
-    assert _bare_ray(["bench", "all", "--ray"]) == ["bench", "all", "--ray=auto"]
-    assert _bare_ray(["bench", "--ray", "--quick"]) == ["bench", "--ray=auto", "--quick"]
-    assert _bare_ray(["bench", "--ray", "ray://head:1", "all"]) == ["bench", "--ray", "ray://head:1", "all"]
+    assert bare_ray(["bench", "all", "--ray"]) == ["bench", "all", "--ray=auto"]
+    assert bare_ray(["bench", "--ray", "--quick"]) == ["bench", "--ray=auto", "--quick"]
+    assert bare_ray(["bench", "--ray", "ray://head:1", "all"]) == ["bench", "--ray", "ray://head:1", "all"]

@@ -28,7 +28,7 @@ from mgtta.bench.store import Store
 from mgtta.cli import app
 from mgtta.data.glyphs import Glyphs
 from mgtta.data.streams import corrupted, stream
-from mgtta.methods.create import RECIPES, needs_source
+from mgtta.methods.registry import SOURCE, recipes
 
 K = 3
 SIZES = [8] * 17 + [7, 2, 1]  # 20 steps; of the last two batches some ranks have nothing
@@ -55,7 +55,7 @@ def create(case, **more):
     name = case.removesuffix("_mgg").removesuffix("_recovers")
     model = unsure_vit()
     settings = {**CASES[case], **more}
-    if needs_source(name):
+    if SOURCE in recipes()[name].needs:
         settings["source"] = mgtta.source_statistics(model, images(32, seed=99).double())
     if name.startswith("mgtta") or "optimizer" in settings:
         settings["generator"] = random_generator(memory="lstm" if "lstm" in name else "gml")
@@ -202,10 +202,14 @@ def _same_images(rank, group):
 def _refused(group):
     """Recipe -> why it cannot share a batch, "" where it can."""
     found = {}
-    for name in [*RECIPES, "batchnorm"]:
+    for name in [*recipes(), "batchnorm"]:
         net = NETS["batchnorm"]() if name in ("bn", "batchnorm") else vit()
         recipe = "tent" if name == "batchnorm" else name
-        settings = {"source": mgtta.source_statistics(mgtta.load_model(net), images(4))} if needs_source(recipe) else {}
+        settings = (
+            {"source": mgtta.source_statistics(mgtta.load_model(net), images(4))}
+            if SOURCE in recipes()[recipe].needs
+            else {}
+        )
         try:
             mgtta.create(recipe, net, process_group=group, **settings)(images(2))
             found[name] = ""
@@ -321,7 +325,7 @@ def test_who_can_share_a_batch_and_who_says_that_it_cannot(ran):
     refused = ran[0]["refused"]
     can = {name for name, why in refused.items() if not why}
     assert can == {"noadapt", "tent", "eata", "sar", "deyo", "eq7_sgd", "eq7_adam", "mgtta", "mgtta_lstm"}
-    for name in RECIPES.keys() - can:
+    for name in recipes().keys() - can:
         assert f"{name} looks at a batch as a whole" in refused[name]
     assert "BatchNorm layers" in refused["batchnorm"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mgtta._lib.errors import unknown
 from mgtta._lib.profile import add
-from mgtta.adaptation.method import Method
+from mgtta.adaptation.wrapper import Adapting
 from mgtta.evaluation.metrics import BINS, counts, expected_calibration_error
 from mgtta.evaluation.record import Record
 
@@ -21,7 +21,7 @@ RESETS = ("domain", "never")
 
 
 def evaluate(
-    method: Method,
+    method: Adapting,
     stream: Iterable[Any],
     reset: str = "domain",
     *,
@@ -52,7 +52,7 @@ def evaluate(
 
 
 def _evaluate_domain(
-    method: Method,
+    method: Adapting,
     domain: str,
     batches: Iterable[Any],
     on_batch: Callable[[Record, Any, Tensor], None] | None,
@@ -95,13 +95,12 @@ def _evaluate_domain(
     return record
 
 
-def _note_memory(record: Record, method: Method) -> None:
+def _note_memory(record: Record, method: Adapting) -> None:
     """What was held at most until the end of the domain; what CUDA graphs hold, torch does not count."""
     record.process_peak_memory = process_peak_memory()
     device = next(method.model.parameters()).device
     if device.type == "cuda":
-        graphs = 0 if method.fast is None else method.fast.graph_bytes
-        record.peak_memory = torch.cuda.max_memory_allocated(device) + graphs
+        record.peak_memory = torch.cuda.max_memory_allocated(device) + method.engine.graph_bytes
 
 
 def _counts(logits: Tensor, y: Tensor | None) -> list[float]:
@@ -114,7 +113,7 @@ def _counts(logits: Tensor, y: Tensor | None) -> list[float]:
 class _Clock:
     """Calls a method and says how long it took until the network had given its first logits, and from then on."""
 
-    def __init__(self, method: Method, synchronise: bool):
+    def __init__(self, method: Adapting, synchronise: bool):
         self.method, self.synchronise = method, synchronise and torch.cuda.is_available()
         self.first: float | None = None
 

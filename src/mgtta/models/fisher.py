@@ -106,3 +106,10 @@ def load_fisher(path: str | os.PathLike) -> Fisher:
         return Fisher(values, **json.loads(metadata["about"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: damaged Fisher information ({error}); make it again") from error
+
+
+def as_fisher(fisher: Fisher | str | os.PathLike, model: str, fingerprint: str) -> Fisher:
+    """Return the Fisher information itself, or that of a file; refuse that of another model."""
+    found = fisher if isinstance(fisher, Fisher) else load_fisher(fisher)
+    found.check(model, fingerprint)
+    return found

@@ -118,3 +118,16 @@ def load_source(name_or_path: str | os.PathLike) -> SourceStatistics:
         return SourceStatistics(mean, std, **about)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: damaged source statistics ({error}); make them again") from error
+
+
+Source = SourceStatistics | str | os.PathLike
+
+
+def as_source(source: Source, model: str, fingerprint: str) -> SourceStatistics:
+    """Return the statistics themselves, or those of a file; refuse those of another model."""
+    if isinstance(source, str | os.PathLike):
+        source = load_source(source)
+    if not isinstance(source, SourceStatistics):
+        raise TypeError(f"source must be source statistics or a file of them, not {type(source).__name__}")
+    source.check(model, fingerprint)
+    return source

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from mgtta.data.corruptions import CORRUPTIONS
-from mgtta.methods.create import RECIPES
+from mgtta.methods.registry import recipes
 
 Record = dict[str, Any]
 
@@ -128,7 +128,7 @@ class Section:
     def rows(self) -> dict[str, str]:
         """Row -> method, in the order of the recipes."""
         found = {self.names[id(record)]: str(record["method"]) for record in self.records}
-        known = list(RECIPES)
+        known = list(recipes())
         return dict(sorted(found.items(), key=lambda rm: known.index(rm[1]) if rm[1] in known else len(known)))
 
     @cached_property
