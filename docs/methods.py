@@ -12,7 +12,18 @@ START, END = "<!-- recipes: written by docs/methods.py -->", "<!-- recipes: end 
 
 def registry() -> str:
     """Return all recipes, in the registry's order, as markdown."""
-    return "\n\n".join(map(described, recipes().values()))
+    return "\n\n".join([table(), *map(described, recipes().values())])
+
+
+def table() -> str:
+    """Return which recipe works with which option."""
+    options = list(next(iter(recipes().values())).works_with)
+    lines = [f"| | {' | '.join(options)} |", f"|---|{'---|' * len(options)}"]
+    for recipe in recipes().values():
+        marks = ["yes" if works else "" for works in recipe.works_with.values()]
+        lines.append(f"| {recipe.name} | {' | '.join(marks)} |")
+    words = "What each recipe works with; anything else is refused by name when the method is created or exported."
+    return "\n".join([words, "", *lines])
 
 
 def described(recipe: Recipe) -> str:

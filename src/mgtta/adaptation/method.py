@@ -7,6 +7,7 @@ schedule, ranks and fast path follow. Any other `Method` writes `loss`, or its w
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from mgtta.adaptation.budget import Budgeted
 from mgtta.adaptation.state import MethodState, load
 from mgtta.adaptation.step import EagerEngine, Engine, Pass
 from mgtta.models.classifier import Classifier
+from mgtta.models.export import export_net
 from mgtta.models.norms import batch_norms
+from mgtta.models.statistics import StreamStatistics
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 Events = Sequence[dict[str, Any]]
@@ -45,6 +48,7 @@ class Method(MethodState, Budgeted):
     optimizer: Optimizer | None = None
     random: torch.Generator | None = None
     events: Events = ()
+    cannot_export = ""  # why no network predicts as the method does; empty if one does
     shares_batches = False  # True if every whole-batch statistic goes through `self.ranks`
     pull = 0.0
     decay = math.inf
@@ -57,6 +61,7 @@ class Method(MethodState, Budgeted):
         self.adapted: dict[str, nn.Parameter] = {}
         self.origin = nn.ParameterList()
         self.engine: Engine = EagerEngine(self)
+        self.statistics: StreamStatistics | None = None  # of the stream, if BatchNorm layers normalise by batches
         self.start: dict[str, Any] | None = None
 
     def learns(
@@ -67,6 +72,8 @@ class Method(MethodState, Budgeted):
     ) -> None:
         """Declare the parameters of the model that adapt, and the optimizer that moves them."""
         self.model.use_batch_statistics()
+        if batch_norms(self.model.net):
+            self.statistics = StreamStatistics(self.model.net)
         wanted = {id(p) for p in params(self.model)}
         self.adapted = {name: p for name, p in self.model.named_parameters() if id(p) in wanted}
         for name, p in self.adapted.items():
@@ -138,13 +145,22 @@ class Method(MethodState, Budgeted):
         with self._timed(next(self.model.parameters()).device), torch.inference_mode(False):
             if isinstance(x, Tensor) and x.is_inference():
                 x = x.clone()
-            with torch.set_grad_enabled(learn):
+            following = self.statistics.collect(self.model.net) if self.statistics else nullcontext()
+            with torch.set_grad_enabled(learn), following:
                 seen = self.adapt(x) if learn else self.engine.predict(x)
             with torch.no_grad():
                 seen = Pass(seen.logits.detach(), [f.detach() for f in seen.features])
                 logits = self.answer(seen)
                 self.observe(seen)
         return Pass(logits, seen.features)
+
+    def export(self) -> nn.Module:
+        """Return a copy of your own module with the adapted weights, which predicts as the method does now."""
+        if self.cannot_export:
+            raise ValueError(f"{self.name} cannot be exported: {self.cannot_export}")
+        if self.statistics is not None and self.precision != "fp32":
+            raise ValueError("a network with BatchNorm is exported with the stream's statistics: take precision='fp32'")
+        return export_net(self.model, self.adapted, statistics=self.statistics)
 
     @property
     def precision(self) -> str:

@@ -165,7 +165,9 @@ def load(method: "Method", state: dict[str, Any]) -> None:
         raise ValueError("its parameters have other names or shapes")
     if not all(p.isfinite().all() for p in state["params"].values()):
         raise ValueError("its parameters are not finite")
-    if state["buffers"].keys() != own_buffers(method).keys():
+    buffers = own_buffers(method)
+    since_0_2 = {name for name in buffers if name.startswith("statistics.")}  # states of 0.1 do not have them
+    if not buffers.keys() - since_0_2 <= state["buffers"].keys() <= buffers.keys():
         raise ValueError("its buffers have other names")
     if method.optimizer is not None:
         method.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))

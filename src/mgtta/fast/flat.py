@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from mgtta.adaptation.step import pace
+from mgtta.fast.columns import generate
 from mgtta.learned.optimizer import MGG, PER_COORDINATE, generator_inputs
 
 Rule = Callable[["FlatStep", Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]]  # grad, state -> update, state
@@ -39,7 +40,7 @@ def _adam(flat: "FlatStep", grad: Tensor, state: list[Tensor]) -> tuple[Tensor, 
 def _mgg(flat: "FlatStep", grad: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     settings = flat.settings
     inputs, *moments = generator_inputs(grad, state[0], state[1], flat.t + 1, settings["betas"], settings["eps"])
-    update, memory = flat.generator(inputs, state[2])
+    update, memory = generate(flat.generator, inputs, state[2])
     return update, [*moments, memory]
 
 

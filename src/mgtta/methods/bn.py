@@ -15,6 +15,7 @@ from mgtta.adaptation.step import Pass
 from mgtta.methods.registry import BATCH_NORM, Paper, register
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import batch_norms
+from mgtta.models.statistics import StreamStatistics
 
 NADO = Paper("Evaluating Prediction-Time Batch Normalization for Robustness under Covariate Shift", "2006.10963")
 SCHNEIDER = Paper("Improving robustness against common corruptions by covariate shift adaptation", "2006.16971")
@@ -40,6 +41,7 @@ class BatchNormStatistics(Method):
                 "other norm layers take another method, such as tent or eq7_adam"
             )
         self.prior = float(prior)
+        self.statistics = StreamStatistics(self.model.net)
 
     @torch.no_grad()
     def adapt(self, x: Tensor) -> Pass:

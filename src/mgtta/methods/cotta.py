@@ -14,7 +14,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mgtta.adaptation.method import Method, OptimizerFactory
 from mgtta.adaptation.step import Pass
@@ -23,6 +23,7 @@ from mgtta.methods._augment import random_view
 from mgtta.methods._descent import Descent
 from mgtta.methods.registry import Paper, register
 from mgtta.models.classifier import Classifier
+from mgtta.models.export import export_net
 
 PAPER = Paper("Continual Test-Time Domain Adaptation", "2203.13591")
 
@@ -86,6 +87,10 @@ class CoTTA(Method):
         for p, p_0 in zip(student, self.anchor.parameters(), strict=True):
             M = torch.rand(p.shape, generator=random, device=p.device) < self.restored  # Eq. 7
             p.copy_(torch.where(M, p_0, p))  # Eq. 8
+
+    def export(self) -> nn.Module:
+        """Return a copy of your own module with the teacher's weights; views of an image are not averaged."""
+        return export_net(self.model, dict(self.teacher.named_parameters()), statistics=self.statistics)
 
     def own_state(self) -> Any:
         teacher = {name: p.detach() for name, p in self.teacher.named_parameters()}

@@ -36,6 +36,7 @@ class FOA(Method):
     The paper takes trade_off 0.2 on ImageNet-R.
     """
 
+    cannot_export = "its prompts are not weights of the network"
     prompt: Tensor
     mean: Tensor
 

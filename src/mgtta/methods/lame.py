@@ -25,6 +25,8 @@ class LAME(Method):
     model's own log-probabilities.
     """
 
+    cannot_export = "it compares the images of a batch"
+
     def __init__(self, model: Classifier, *, neighbours: int = 5, steps: int = 100):
         super().__init__(model)
         if neighbours < 0 or steps < 1:

@@ -8,7 +8,7 @@ the head is linear, taking the shift back before it is the same as adding W (mu 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mgtta.adaptation.method import OptimizerFactory
 from mgtta.adaptation.step import Pass
@@ -16,6 +16,7 @@ from mgtta.methods._descent import Descent
 from mgtta.methods.mgtta import MGTTA
 from mgtta.methods.registry import GENERATOR, SOURCE, register
 from mgtta.models.classifier import Classifier
+from mgtta.models.export import export_net
 from mgtta.models.source import Source
 
 MEMORY_IMAGES = 640  # of the running mean: ten batches of 64
@@ -80,14 +81,21 @@ class MGTTAPlus(MGTTA):
         if not self.recentre:
             return seen.logits
         mean, _ = self._running(seen.features[-1])
-        return seen.logits + self.shift(mean).to(seen.logits)
+        return seen.logits + self._shift(mean, self.model.classes).to(seen.logits)
 
-    def shift(self, mean: Tensor) -> Tensor:
-        """Return what is added to the logits (C,) if the stream's mean is this: recentre * W (mu - m)."""
+    def _shift(self, mean: Tensor, classes: Tensor | None) -> Tensor:
+        """Return what is added to the logits of these classes if the stream's mean is this: recentre * W (mu - m)."""
         weight = self.model.head.weight
-        if self.model.classes is not None:
-            weight = weight[self.model.classes]
+        if classes is not None:
+            weight = weight[classes]
         return self.recentre * (weight.to(mean) @ (self.source.to(mean).mean[-1] - mean))
+
+    def export(self) -> nn.Module:
+        """Return a copy of your own module with the adapted weights, and the shift in the bias of its head."""
+        if not self.recentre:
+            return super().export()
+        shift = self._shift(self.mean, None)
+        return export_net(self.model, self.adapted, statistics=self.statistics, head_shift=shift)
 
     def observe(self, seen: Pass) -> None:
         mean, images = self._running(seen.features[-1])

@@ -8,11 +8,11 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import mgtta.methods
 from mgtta._lib.errors import unknown
-from mgtta.adaptation.method import Method
+from mgtta.adaptation.method import Method, ObjectiveMethod
 from mgtta.methods._descent import Descent
 
 GRADIENTS = "gradients"
@@ -55,6 +55,26 @@ class Recipe:
         parameters = inspect.signature(self.make).parameters.values()
         own = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
         return own | (self.descent.settings() if self.descent else {})
+
+    @property
+    def method(self) -> type[Method]:
+        """The class that is made."""
+        return self.make if isinstance(self.make, type) else get_type_hints(self.make)["return"]
+
+    @property
+    def works_with(self) -> dict[str, bool]:
+        """Option of every method -> True if the recipe takes it, False if `create` or `export` refuses it by name."""
+        pure = issubclass(self.method, ObjectiveMethod)
+        learns = self.descent is not None
+        return {
+            "guard": True,
+            "schedule": pure and learns,
+            "pull": learns,
+            "bf16": pure,
+            "ranks": self.method.shares_batches,
+            "resume": True,
+            "export": not self.method.cannot_export,
+        }
 
     def build(self, model: Any, settings: dict[str, Any]) -> Method:
         """Return the method around a copy of the model."""

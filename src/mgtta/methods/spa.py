@@ -4,8 +4,8 @@ From the paper: the image's prediction is the target for its twins'. One twin ha
 random, the other has noise injected. Only images of which the model is surer than of their twin teach it.
 From its released system: KL divergence as the distance; the ratios and learning rates; a linear predictor before the
 head, only for the twins, which starts as the identity; noise strengths a_ij^2 on a 14 x 14 grid, learned by ascent.
-Ours: twins are made relative to the model's own input mean and std (0.5 if it has none); predictor and noise move by SGD
-with momentum whatever optimizer moves the norm layers.
+Ours: twins are made relative to the model's own input mean and std (0.5 if it has none); predictor and noise move by
+SGD with momentum whatever optimizer moves the norm layers.
 """
 
 from typing import cast

@@ -14,13 +14,14 @@ class k, as the paper says, even where the classifier would call it another.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.step import Pass
 from mgtta.losses import entropy
 from mgtta.methods.registry import HEAD, Paper, register
-from mgtta.models.classifier import Classifier
+from mgtta.models.classifier import Classifier, linear_head
+from mgtta.models.export import export_net
 
 PAPER = Paper("Test-Time Classifier Adjustment Module for Model-Agnostic Domain Generalization")
 
@@ -77,15 +78,28 @@ class T3A(Method):
         self.labels = labels[kept]
         self.entropies = entropies[kept]
 
+    def export(self) -> nn.Module:
+        """Return a copy of your own module with the centroids as its head."""
+        if self.model.classes is not None:
+            raise ValueError("t3a has centroids only for the scored classes: export a model with all classes")
+        net = export_net(self.model)
+        head = linear_head(net, self.model.name)
+        head.weight = nn.Parameter(self.centroids().to(head.weight))
+        head.bias = None
+        return net
+
     def classify(self, z: Tensor) -> Tensor:
-        """The logits (N, C) of features by the centroids as they are."""
+        """Return the logits (N, C) of features by the present centroids."""
+        return z @ self.centroids().T
+
+    def centroids(self) -> Tensor:
+        """Return the centroid of each class, (C, D)."""
         classes = self.model.num_classes
         table = self.supports.new_zeros(
             classes, self.most, self.supports.shape[1]
         )  # one place each: the same sum on any device
         table[self.labels, _place(self.labels, classes)] = self.supports
-        centroids = F.normalize(table.sum(1), dim=-1)  # (C, D)
-        return z @ centroids.T
+        return F.normalize(table.sum(1), dim=-1)
 
 
 def _place(labels: Tensor, classes: int) -> Tensor:

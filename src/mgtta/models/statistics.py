@@ -71,25 +71,26 @@ class StreamStatistics(nn.Module):
 
     @contextmanager
     def collect(self, net: nn.Module) -> Iterator[None]:
-        """Take in the batch of every forward pass of `net` inside the block.
-
-        Keep passes out that see the same images again: a second look, or a backward pass that recomputes activations.
+        """Take in the batch of the first forward pass of `net` inside the block; later ones see the same images again.
 
         Args:
             net: the network that the statistics were made for, or a copy of it.
         """
+        waiting = set(range(len(self.layers)))
+
+        def read(i: int, _layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if i in waiting:
+                waiting.remove(i)
+                self.update(i, inputs[0])
+
         handles = [
-            net.get_submodule(name).register_forward_pre_hook(partial(self._read, i))
-            for i, name in enumerate(self.layers)
+            net.get_submodule(name).register_forward_pre_hook(partial(read, i)) for i, name in enumerate(self.layers)
         ]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _read(self, i: int, _layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self.update(i, inputs[0])
 
     @torch.no_grad()
     def update(self, i: int, x: Tensor) -> None:
