@@ -22,9 +22,6 @@ NESTED = "_adaptation"  # the key of a snapshot within the state_dict of a modul
 class Saved(nn.Module):
     """A module whose `state_dict` is a snapshot, on its own and inside another module."""
 
-    random: torch.Generator | None
-    start: dict[str, Any] | None
-
     def snapshot(self) -> dict[str, Any]:
         """Return all that adaptation has changed, as copies."""
         raise TypeError(f"{type(self).__name__} defines no snapshot")
@@ -75,6 +72,9 @@ class Saved(nn.Module):
 
 class MethodState(Saved):
     """A method's state: snapshot, restore, reset, and what moves to another device with it."""
+
+    random: torch.Generator | None
+    start: dict[str, Any] | None
 
     def own_state(self) -> Any:
         """Return what is saved besides parameters, buffers and optimizer: plain values and tensors, nested."""

@@ -85,7 +85,7 @@ class T3A(Method):
         net = export_net(self.model)
         head = linear_head(net, self.model.name)
         head.weight = nn.Parameter(self.centroids().to(head.weight))
-        head.bias = None
+        head.register_parameter("bias", None)
         return net
 
     def classify(self, z: Tensor) -> Tensor:
