@@ -42,6 +42,7 @@ from torch import Tensor, nn
 
 import mgtta
 from mgtta._lib.files import atomic
+from mgtta._lib.profile import now
 from mgtta._lib.shipped import shipped
 from mgtta._lib.timm import timm
 from mgtta.data.corruptions import CORRUPTIONS
@@ -140,15 +141,18 @@ def measure(contenders: list[Contender], rounds: int, device: str) -> list[dict[
         row["graphs hold"] = contender.graph_bytes(True)
         rows.append({**row, "ready": time.perf_counter() - began})
         print(f"{contender.name} {contender.precision}: ready after {rows[-1]['ready']:.0f} s", file=sys.stderr)
-    now, times, batches = clock(device), [[] for _ in contenders], TURN if device == "cuda" else 1
-    turns, order = list(zip(contenders, steps, times, strict=True)), random.Random(0)
+    read = clock(device)
+    times: list[list[float]] = [[] for _ in contenders]
+    batches = TURN if device == "cuda" else 1
+    turns = list(zip(contenders, steps, times, strict=True))
+    order = random.Random(0)
     for _ in range(rounds):
         for contender, step, found in order.sample(turns, len(turns)):
             _precise(contender.tf32)
-            start = now()
+            start = read()
             for _ in range(batches):
                 step()
-            found.append((now() - start) / batches)
+            found.append((read() - start) / batches)
     _precise(False)
     for row, found in zip(rows, times, strict=True):
         row.update(seconds=statistics.median(found), least=min(found))
@@ -157,14 +161,7 @@ def measure(contenders: list[Contender], rounds: int, device: str) -> list[dict[
 
 
 def clock(device: str) -> Callable[[], float]:
-    if device == "cpu":
-        return time.process_time
-
-    def now() -> float:
-        torch.cuda.synchronize()
-        return time.perf_counter()
-
-    return now
+    return time.process_time if device == "cpu" else now
 
 
 def _precise(tf32: bool) -> None:
@@ -417,13 +414,14 @@ def _shuffled(batches: list[Any], seed: int) -> list[Any]:
 def _timed(method: Any, batches: list[Any]) -> float:
     """Seconds of all batches, from the method's start on, each batch's predictions read before the next comes; the
     median of five times."""
-    now, found = clock("cuda" if batches[0].x.is_cuda else "cpu"), []
+    read = clock("cuda" if batches[0].x.is_cuda else "cpu")
+    found = []
     for _ in range(5):
         method.reset()
-        began = now()
+        began = read()
         for batch in batches:
             method(batch.x).argmax(1).tolist()
-        found.append(now() - began)
+        found.append(read() - began)
     return statistics.median(found)
 
 

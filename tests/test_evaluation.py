@@ -1,10 +1,14 @@
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import images
 
 import mgtta
+from mgtta._lib.ranks import ALONE
+from mgtta.evaluation import loop
+from mgtta.evaluation.metrics import Tally
 
 
 @dataclass
@@ -54,3 +58,62 @@ def test_without_labels_and_with_progress(model):
     assert [r.top1 for r in records] == [None, None]
     assert seen == [(4, 4, 4), (8, 4, 4), (4, 4, 4)]
     assert records[0].to_dict()["method"] == "tent"
+
+
+class Counted(list):
+    """A list that counts how many of its values are read."""
+
+    read = 0
+
+    def __iter__(self):
+        Counted.read += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, which):
+        found = super().__getitem__(which)
+        Counted.read += len(found) if isinstance(which, slice) else 1
+        return found
+
+
+class Trivial:
+    """The least that `evaluate` asks of a method: its images are its logits, and every batch is an event."""
+
+    name = "trivial"
+    updates = 0
+    skipped = 0
+    spent = False
+    ranks = ALONE
+    fast = None
+
+    def __init__(self):
+        net = torch.nn.Linear(1, 1)
+        self.model = SimpleNamespace(net=net, parameters=net.parameters)
+        self.events = Counted()
+
+    def reset(self): ...
+
+    def __call__(self, x):
+        self.events.append({"batch": len(self.events)})
+        return x
+
+
+@pytest.mark.parametrize("on_batch", [None, lambda record, batch, logits: record.top1])
+def test_evaluate_costs_the_same_at_every_batch_of_a_long_stream(on_batch, monkeypatch):
+    """Neither the curve, nor the sizes, nor the events of all batches before are read again at a batch."""
+
+    class CountedTally(Tally):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.curve = Counted()
+            self.sizes = Counted()
+
+    monkeypatch.setattr(loop, "Tally", CountedTally)
+    monkeypatch.setattr(Counted, "read", 0)
+    batches = 3000
+    x = torch.tensor([[0.0, 1.0, 2.0]])
+    [record] = mgtta.evaluate(Trivial(), [Batch(x, torch.tensor([2]), "a")] * batches, on_batch=on_batch)
+    assert Counted.read <= 2 * batches
+    assert record.curve == [1] * batches
+    assert record.sizes == [1] * batches
+    assert len(record.events) == batches
+    assert record.top1 == 100

@@ -14,6 +14,11 @@ LISTS = ("sizes", "curve")
 MOST = 2**53  # whole numbers beyond it are no counts of anything
 
 
+def empty_bins() -> list[list[float]]:
+    """Return bins of confidence in which nothing was counted yet."""
+    return [[0.0] * 3 for _ in range(BINS)]
+
+
 @dataclass
 class Record:
     """What one method did on one domain. Figures in percent, of labelled images alone; None without labels."""
@@ -36,7 +41,7 @@ class Record:
     ece: float | None = None
     sizes: list[int] = field(default_factory=list)  # of each batch
     curve: list[int] = field(default_factory=list)  # correct predictions in each batch
-    bins: list[list[float]] = field(default_factory=lambda: [[0.0] * 3 for _ in range(BINS)])  # see metrics.reliability
+    bins: list[list[float]] = field(default_factory=empty_bins)  # see metrics.reliability
     events: list[dict[str, Any]] = field(default_factory=list)  # what a guard did, see mgtta.adaptation.guarded
 
     def to_dict(self) -> dict[str, Any]:
