@@ -21,7 +21,7 @@ import mgtta
 from mgtta._lib.files import atomic
 from mgtta._lib.timm import timm
 from mgtta.adaptation.method import Method
-from mgtta.bench.experiments import rates
+from mgtta.bench.sweep import rates
 from mgtta.data.cache import Held, Room
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
 from mgtta.data.glyphs import CLASSES, TRAIN_SEED, VALIDATION_SEED, Glyphs

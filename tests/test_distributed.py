@@ -22,7 +22,7 @@ from test_baselines import unsure_vit
 import mgtta
 from mgtta._lib.files import read_tree, write_tree
 from mgtta._lib.ranks import ALONE, RankError, Ranks, share
-from mgtta.bench.experiments import Cell, Setup
+from mgtta.bench.cells import Cell, Setup
 from mgtta.bench.run import run_cells
 from mgtta.bench.store import Store
 from mgtta.cli import app

@@ -2,7 +2,8 @@ import os
 
 import pytest
 
-from mgtta.bench.workers import WorkerError, spread
+from mgtta.bench.executors import WorkerError
+from mgtta.bench.executors.pool import spread
 
 
 def _strange():

@@ -28,7 +28,7 @@ from tables import page
 from tasks import key, short
 
 from mgtta._lib.files import atomic
-from mgtta.bench.workers import spread
+from mgtta.bench.executors.pool import spread
 
 
 def read(log: Path) -> Results:

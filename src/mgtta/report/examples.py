@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mgtta._lib.shipped import shipped
 from mgtta.adaptation.method import Method
-from mgtta.bench.experiments import EMBEDDED
 from mgtta.data.cache import Held, Room
 from mgtta.data.glyphs import CLASSES, Glyphs
 from mgtta.data.streams import Batch, corrupted, stream
@@ -23,7 +22,8 @@ from mgtta.models.loading import load_model
 from mgtta.models.source import load_source
 from mgtta.report.summary import Record, unique
 
-CHARACTERS = "rendered characters"  # what bench calls the embedded data
+EMBEDDED = "glyphs_vit"  # the model that comes with the package
+CHARACTERS = "rendered characters"  # the name of its images in records
 
 
 @dataclass(frozen=True)

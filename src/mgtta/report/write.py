@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mgtta._lib.files import atomic
-from mgtta.bench.store import Store
-from mgtta.evaluation.record import checked
+from mgtta.evaluation.record import checked, complete_records
 from mgtta.report.examples import Example, embedded_examples
 from mgtta.report.page import page
 from mgtta.report.summary import sections
@@ -25,11 +24,12 @@ def write_report(
             takes some seconds.
     """
     folder = Path(runs)
-    if not (folder / "records.jsonl").is_file():
+    path = folder / "records.jsonl"
+    if not path.is_file():
         raise FileNotFoundError(f"no records in {folder}: name the folder that `mgtta bench` wrote (its --out)")
-    records = Store(folder).records()
+    records = [record for cell in complete_records(path.read_bytes()).values() for record in cell]
     if not records:
-        raise ValueError(f"{folder / 'records.jsonl'} holds no finished records yet: let `mgtta bench` finish a cell")
+        raise ValueError(f"{path} holds no finished records yet: let `mgtta bench` finish a cell")
     found = sections(checked(records))
     if isinstance(examples, bool):
         examples = embedded_examples(records) if examples else ()
