@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import pickle
 import subprocess
 import sys
 import tarfile
@@ -14,8 +15,8 @@ from mgtta._lib.profile import PARTS
 from mgtta.bench import resources as lab
 from mgtta.bench import run as bench
 from mgtta.bench import sweep
-from mgtta.bench.cells import Cell, Options, Setup, Training
-from mgtta.bench.executors import Processes
+from mgtta.bench.cells import Cell, Options, Setup, Training, digest
+from mgtta.bench.executors.processes import Processes
 from mgtta.bench.experiments import EXPERIMENTS, QUICK, experiment_cells, variant
 from mgtta.bench.resources import Lab, Watch
 from mgtta.bench.run import run_cells, run_experiment
@@ -215,6 +216,15 @@ def test_keys_tell_work_apart():
     assert len({*others, same[0], timed, *setups}) == len(changes) + 4
     still = FEW[0]
     assert still.key(SMALL) == dataclasses.replace(still, max_updates=3).key(SMALL)
+
+
+def test_keys_are_those_of_version_0_1():
+    """So that a folder of records of that version counts as done."""
+    trained = dataclasses.replace(FEW[1], training=TINY, settings=(("lr", 0.1),), max_seconds=2.0)
+    gpu = Setup(model="m", checkpoint="c", data="d", device="cuda", precision="auto", tf32=True)
+    found = [cell.key(setup) for cell in (FEW[0], trained) for setup in (SMALL, gpu)]
+    assert found == ["de953f8d62ff0262", "29ae2030b55c9fc6", "483c8cf936952119", "2ad3f0468b9c05f5"]
+    assert digest(trained) == "3425bc93113ebf7f"
 
 
 # --- experiments
@@ -512,6 +522,13 @@ def test_held_images_stay_within_their_room(tree):
 
 
 # --- workers
+
+
+def test_what_stays_in_this_process_is_not_sent_to_another(tmp_path):
+    start = pickle.loads(pickle.dumps(bench._Start(SMALL, tmp_path, Watch(), group=None)))
+    assert start.setup == SMALL
+    assert start.folder == tmp_path
+    assert start.watch is None
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from test_bench import FEW, SMALL, without_timing
 
 from mgtta.bench.cells import Cell
-from mgtta.bench.executors import WorkerError
+from mgtta.bench.executors.base import WorkerError
 from mgtta.bench.executors.ray import connected, spread_on_ray
 from mgtta.bench.resources import Watch
 from mgtta.bench.run import run_cells

@@ -9,6 +9,7 @@ import mgtta
 from mgtta._lib.ranks import ALONE
 from mgtta.evaluation import loop
 from mgtta.evaluation.metrics import Tally
+from mgtta.evaluation.record import Record, StoredRecord, checked
 
 
 @dataclass
@@ -117,3 +118,44 @@ def test_evaluate_costs_the_same_at_every_batch_of_a_long_stream(on_batch, monke
     assert record.sizes == [1] * batches
     assert len(record.events) == batches
     assert record.top1 == 100
+
+
+def stored(**changes):
+    record = Record("tent", "fog", images=4, top1=50.0, sizes=[4], curve=[2])
+    return {**record.to_dict(), "experiment": "corruptions", "seed": 0, "settings": {}, "protocol": {}, **changes}
+
+
+def test_a_record_knows_the_types_of_its_fields():
+    records = [stored(), stored(top1=None, peak_memory=None, settings=None, something="else")]
+    assert checked(records) is records
+    older = {key: stored()[key] for key in ("experiment", "method", "domain", "seed", "images")}
+    assert StoredRecord.problem(older) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"method": 3}, "method is not a text"),
+        ({"seed": True}, "seed is not a count"),
+        ({"images": -1}, "images is not a count"),
+        ({"updates": None}, "updates is not a count"),
+        ({"labelled": 2**60}, "labelled is not a count"),
+        ({"top1": float("nan")}, "top1 is not a number"),
+        ({"seconds": "1"}, "seconds is not a number"),
+        ({"curve": [1, 2.5]}, "curve is not a list of counts"),
+        ({"sizes": 4}, "sizes is not a list of counts"),
+        ({"bins": [[1.0, 2.0]]}, "bins is not a list of three numbers each"),
+        ({"events": ["reset"]}, "events is not a list of names and values"),
+        ({"protocol": []}, "protocol is not a table of names and values"),
+    ],
+)
+def test_a_damaged_record_is_named(changes, problem):
+    with pytest.raises(ValueError, match=f"record 2 is damaged .{problem}"):
+        checked([stored(), stored(**changes)])
+
+
+def test_a_record_without_a_required_field_is_damaged():
+    incomplete = stored()
+    del incomplete["seed"]
+    with pytest.raises(ValueError, match="seed is missing"):
+        checked([incomplete])

@@ -14,7 +14,10 @@ from torch.distributed import ProcessGroup
 from mgtta._lib.profile import PARTS
 from mgtta._lib.ranks import ranks_of
 from mgtta.bench.cells import STILL, Cell, Options, Setup, Training, digest
-from mgtta.bench.executors import Executor, Here, OnRay, Processes
+from mgtta.bench.executors.base import Executor
+from mgtta.bench.executors.here import Here
+from mgtta.bench.executors.processes import Processes
+from mgtta.bench.executors.ray import OnRay
 from mgtta.bench.experiments import experiment_cells
 from mgtta.bench.needs import needs_clean_images
 from mgtta.bench.provenance import check_unchanged

@@ -5,7 +5,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from typing import Any, get_type_hints
 
 BINS = 15  # of confidence, for the calibration error
@@ -55,13 +54,13 @@ class StoredRecord(Record):
     settings: dict[str, Any] | None = None
     protocol: dict[str, Any] | None = None
 
-    @classmethod
-    def problem(cls, values: dict[str, Any]) -> str:
+    @staticmethod
+    def problem(values: dict[str, Any]) -> str:
         """Return what is wrong with the values of a stored record; empty if nothing is.
 
         Older records lack some fields, so that only a few are required. Further fields are not looked at.
         """
-        for name, kind in _kinds(cls).items():
+        for name, kind in FIELDS.items():
             if name not in values and name in REQUIRED:
                 return f"{name} is missing"
             if name in values and not kind.fits(values[name]):
@@ -112,12 +111,6 @@ class _Kind:
     words: str
 
 
-@cache
-def _kinds(record: type[Record]) -> dict[str, _Kind]:
-    """Return the kind of each field, from its type."""
-    return {name: KINDS[kind] for name, kind in get_type_hints(record).items()}
-
-
 def _is_number(value: Any) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
@@ -154,3 +147,4 @@ KINDS: dict[Any, _Kind] = {
     ),
     dict[str, Any] | None: _Kind(lambda value: value is None or isinstance(value, dict), "a table of names and values"),
 }
+FIELDS = {name: KINDS[kind] for name, kind in get_type_hints(StoredRecord).items()}

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-import torch
-
 Work = Callable[[Any], Any]  # a task -> its result
 Start = Callable[[int], Work]
 Kin = Callable[[Any], Any]
@@ -48,6 +46,8 @@ class Executor(Protocol):
 
 def begin(start: Start, processes: int, threads: int) -> Work:
     """Return what `start` returns, in a process that uses so many threads."""
+    import torch  # only here, so that a process starts quickly where tasks don't need it
+
     torch.set_num_threads(threads)
     return start(processes)
 

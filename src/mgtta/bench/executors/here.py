@@ -4,8 +4,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from mgtta.bench.executors.base import Kin, Start, Work, begin, no_kin
 from mgtta.bench.executors.pool import spread
 
@@ -35,5 +33,7 @@ class Here:
             yield task, self._work(task)
 
     def run_fresh(self, tasks: Sequence[Any], start: Start) -> Iterator[tuple[Any, Any]]:
+        import torch
+
         for task in tasks:
             yield from spread([task], partial(begin, start, 0, torch.get_num_threads()), workers=1)

@@ -27,7 +27,7 @@ class OnRay:
 
     def __init__(self, address: str, gpus: int = 0):
         self.address = address
-        self.needs: dict[str, float] = {"cpus": 1, "gpus": gpus}
+        self.gpus = gpus
         self._about = ""
         self._stack = ExitStack()
 
@@ -42,16 +42,16 @@ class OnRay:
         return self._about
 
     def run(self, tasks: Sequence[Any], start: Start, kin: Kin = no_kin) -> Iterator[tuple[Any, Any]]:
-        return spread_on_ray(tasks, self._begun(start), **self.needs)
+        return spread_on_ray(tasks, self._begun(start), gpus=self.gpus)
 
     def run_in_turn(self, tasks: Sequence[Any], start: Start) -> Iterator[tuple[Any, Any]]:
-        return spread_on_ray(tasks, self._begun(start), **self.needs, at_once=1)
+        return spread_on_ray(tasks, self._begun(start), gpus=self.gpus, at_once=1)
 
     def run_fresh(self, tasks: Sequence[Any], start: Start) -> Iterator[tuple[Any, Any]]:
-        return spread_on_ray(tasks, partial(begin, start, 0, 1), **self.needs, at_once=1, fresh=True)
+        return spread_on_ray(tasks, partial(begin, start, 0, 1), gpus=self.gpus, at_once=1, fresh=True)
 
     def _begun(self, start: Start) -> Callable[[], Work]:
-        return partial(begin, start, tasks_of_a_machine(**self.needs), 1)
+        return partial(begin, start, tasks_of_a_machine(gpus=self.gpus), 1)
 
 
 def spread_on_ray(
