@@ -1,4 +1,4 @@
-"""A folder of records as the three files of a report."""
+"""Write the three files of a report from a folder of records."""
 
 import os
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from mgtta.report.tables import latex_report, markdown_report
 def write_report(
     runs: str | os.PathLike, out: str | os.PathLike | None = None, *, examples: bool | Sequence[Example] = True
 ) -> Path:
-    """Write report.md, report.tex and report.html from a folder of records; gives the page's path.
+    """Write report.md, report.tex and report.html from a folder of records, and return the page's path.
 
     Args:
         runs: the folder that `mgtta bench` wrote.
-        out: where to; the same folder unless given.
-        examples: images for the page. True renders some where the records are of the embedded data and model, which
+        out: the folder of the report; by default the same one.
+        examples: images for the page. True renders some if the records are of the embedded data and model, which
             takes some seconds.
     """
     folder = Path(runs)
@@ -31,13 +31,13 @@ def write_report(
     if not records:
         raise ValueError(f"{path} holds no finished records yet: let `mgtta bench` finish a cell")
     found = sections(checked(records))
-    if isinstance(examples, bool):
-        examples = embedded_examples(records) if examples else ()
-    out = folder if out is None else Path(out)
+    if examples is True:
+        examples = embedded_examples(records)
+    out = Path(out or folder)
     texts = {
         "report.md": markdown_report(found),
         "report.tex": latex_report(found),
-        "report.html": page(found, examples),
+        "report.html": page(found, examples or ()),
     }
     for name, text in texts.items():
         with atomic(out / name) as temporary:
