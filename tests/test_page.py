@@ -117,7 +117,7 @@ def test_the_page_says_what_was_run_and_found():
     assert "No example images" not in read.text
     without = Reader(page.page(sections(table_1()))).text
     assert "predicted and not learned" not in without
-    assert "No example images: they are drawn for the embedded data and model alone" in without
+    assert "No example images: they are drawn only for the embedded data and model" in without
 
 
 @pytest.mark.usefixtures("small")
