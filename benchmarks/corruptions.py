@@ -36,7 +36,8 @@ def load_reference() -> Callable[[np.ndarray, int, str], np.ndarray]:
     import skimage.filters
 
     cv2.setNumThreads(1)
-    resources, interpolation = ModuleType("pkg_resources"), ModuleType("scipy.ndimage.interpolation")
+    resources = ModuleType("pkg_resources")
+    interpolation = ModuleType("scipy.ndimage.interpolation")
     resources.resource_filename = lambda module, name: str(Path(sys.modules[module].__file__).parent / name)
     interpolation.map_coordinates = scipy.ndimage.map_coordinates
     gone = {module.__name__: module for module in (resources, interpolation)}
@@ -75,7 +76,8 @@ def best_ms(functions: list[Callable[[], object]], budget: float) -> list[float]
     """For each function the shortest run, in CPU time, taken in turn."""
     for function in functions:
         function()
-    best, end = [float("inf")] * len(functions), time.perf_counter() + budget
+    best = [float("inf")] * len(functions)
+    end = time.perf_counter() + budget
     while time.perf_counter() < end or float("inf") in best:
         for i, function in enumerate(functions):
             start = time.process_time()
@@ -111,7 +113,8 @@ def speed_on_device(names: Sequence[str], device: str, batch: int) -> None:
         for severity in (1, 3, 5):
             corrupt(x, name, severity)
             torch.cuda.synchronize()
-            start, runs = time.perf_counter(), 0
+            start = time.perf_counter()
+            runs = 0
             while time.perf_counter() < start + 0.5:
                 for _ in range(5):
                     corrupt(x, name, severity)
@@ -145,7 +148,8 @@ def accuracy(args: argparse.Namespace) -> None:
     np.random.seed(0)
     reference = load_reference()
     pixels, labels = zip(*labelled_images(args.data, args.images), strict=True)
-    x, labels = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2), torch.tensor(labels)
+    x = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
+    labels = torch.tensor(labels)
     model = timm.create_model(args.model)
     model.load_state_dict(load_file(args.checkpoint))
     model.eval()

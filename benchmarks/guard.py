@@ -110,17 +110,32 @@ def run(stream_name: str, method_name: str, images: int, seed: int) -> dict:
 def shown(rows: list[dict]) -> str:
     names = ("noadapt", "plain", "guarded")
     head = [
-        "stream", "method", "images", "NoAdapt", "plain", "guarded", "guarded - NoAdapt",
-        "last quarter: NoAdapt", "plain", "guarded", "alarms", "time, guarded / plain",
-    ]  # fmt: skip
+        "stream",
+        "method",
+        "images",
+        "NoAdapt",
+        "plain",
+        "guarded",
+        "guarded - NoAdapt",
+        "last quarter: NoAdapt",
+        "plain",
+        "guarded",
+        "alarms",
+        "time, guarded / plain",
+    ]
     lines = [
         [
-            row["stream"], row["method"], f"{row['images']:,}", *(f"{row[name]:.1f}" for name in names),
-            f"{row['guarded'] - row['noadapt']:+.1f}", *(f"{row[f'{name}, last quarter']:.1f}" for name in names),
-            str(len(row["events"])), f"{row['time']:.3f}",
+            row["stream"],
+            row["method"],
+            f"{row['images']:,}",
+            *(f"{row[name]:.1f}" for name in names),
+            f"{row['guarded'] - row['noadapt']:+.1f}",
+            *(f"{row[f'{name}, last quarter']:.1f}" for name in names),
+            str(len(row["events"])),
+            f"{row['time']:.3f}",
         ]
         for row in rows
-    ]  # fmt: skip
+    ]
     return table(head, lines)
 
 
@@ -167,10 +182,15 @@ def main() -> None:
     args = parser.parse_args()
     model = mgtta.load_model("glyphs_vit")
     protocol = {
-        "model": model.name, "weights": model.fingerprint(), "characters": UNSEEN, "seed": args.seed,
-        "images": args.images, "batch_size": 64, "corruptions": "the 15, severity 5",
+        "model": model.name,
+        "weights": model.fingerprint(),
+        "characters": UNSEEN,
+        "seed": args.seed,
+        "images": args.images,
+        "batch_size": 64,
+        "corruptions": "the 15, severity 5",
         "versions": {"mgtta": mgtta.__version__, "torch": torch.__version__},
-    }  # fmt: skip
+    }
     ran = command(args, parser)
     path = args.out / "guard.json"
     rows = known(path, protocol)

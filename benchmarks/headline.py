@@ -62,7 +62,8 @@ def gain(records: list[dict[str, Any]], still: list[dict[str, Any]]) -> tuple[fl
     def means(found: list[dict[str, Any]]) -> dict[str, float]:
         return {d: statistics.mean(r["top1"] for r in found if r["domain"] == d) for d in {r["domain"] for r in found}}
 
-    before, after = means(still), means(records)
+    before = means(still)
+    after = means(records)
     return min((after[d] - before[d], d) for d in after)
 
 
@@ -121,8 +122,11 @@ def speed() -> str:
     steps = json.loads((ROOT / "results" / "speed.json").read_text())
     [part] = [part for key, part in steps.items() if key.startswith("step vit_base") and part["gpu"]]
     rows = {(row["name"], row["precision"]): row for row in part["rows"]}
-    fast, exact, low = rows["MGTTA", "bf16"], rows["MGTTA", "fp32"], rows["MGTTA, low memory", "bf16"]
-    seconds, batch = fast["seconds"], part["batch"]
+    fast = rows["MGTTA", "bf16"]
+    exact = rows["MGTTA", "fp32"]
+    low = rows["MGTTA, low memory", "bf16"]
+    seconds = fast["seconds"]
+    batch = part["batch"]
     words = [
         f"On an {part['where'].removeprefix('NVIDIA ')}, MGTTA takes {1e3 * seconds:.1f} ms for {batch} images with",
         f"ViT-B/16 in bfloat16: {seconds / rows['NoAdapt', 'bf16']['seconds']:.2f} times the forward pass alone,",

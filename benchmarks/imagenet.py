@@ -22,7 +22,8 @@ class Held:
     """Images and labels held in memory, as a data set."""
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor):
-        self.x, self.labels = x, y
+        self.x = x
+        self.labels = y
 
     def __len__(self) -> int:
         return len(self.x)

@@ -42,10 +42,22 @@ def prepare(folder: Path, images: int) -> list[str]:
     pictures = torch.rand(8, 3, side, side, generator=torch.Generator().manual_seed(0))
     mgtta.save_source(mgtta.source_statistics(model, pictures), folder / "source.safetensors")
     return [
-        "adapt", str(folder / "images"), "--model", MODEL, "--checkpoint", str(folder / "weights.safetensors"),
-        "--num-classes", "10", "--source", str(folder / "source.safetensors"), "--batch-size", "4", "--guard",
-        "--device", "cpu",
-    ]  # fmt: skip
+        "adapt",
+        str(folder / "images"),
+        "--model",
+        MODEL,
+        "--checkpoint",
+        str(folder / "weights.safetensors"),
+        "--num-classes",
+        "10",
+        "--source",
+        str(folder / "source.safetensors"),
+        "--batch-size",
+        "4",
+        "--guard",
+        "--device",
+        "cpu",
+    ]
 
 
 def start(arguments: list[str]) -> int:
@@ -88,14 +100,23 @@ def measure(folder: Path, kills: int, images: int, seed: int = 0) -> dict:
     assert ended(start(calm), 600)
     length = time.monotonic() - began
     draw = random.Random(seed)
-    killed = runs = 0
+    killed = 0
+    runs = 0
     same = True
     while killed < kills:
         runs += 1
         out = [folder / f"{runs}.csv", folder / f"{runs}.safetensors", folder / f"{runs}.run"]
         disturbed = [
-            *arguments, "--out", str(out[0]), "--state", str(out[1]), "--resume", str(out[2]), "--save-every", "2",
-        ]  # fmt: skip
+            *arguments,
+            "--out",
+            str(out[0]),
+            "--state",
+            str(out[1]),
+            "--resume",
+            str(out[2]),
+            "--save-every",
+            "2",
+        ]
         while not ended(start(disturbed), draw.uniform(0, length) if killed < kills else 600):
             killed += 1
         same &= out[0].read_bytes() == (folder / "calm.csv").read_bytes()

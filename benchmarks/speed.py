@@ -93,7 +93,10 @@ class LoopedMGG:
     """The generator's step in the style of the released code: one parameter after another, each a new one's data."""
 
     def __init__(self, params: list[nn.Parameter], generator: mgtta.MetaGradientGenerator, lr: float = 1e-3):
-        self.params, self.generator, self.lr, self.t = params, generator.requires_grad_(False), lr, 0
+        self.params = params
+        self.generator = generator.requires_grad_(False)
+        self.lr = lr
+        self.t = 0
         self.moments = [(torch.zeros(p.numel(), device=p.device),) * 2 for p in params]
         self.memories = [generator.init_memory(p.numel()) for p in params]
 
@@ -127,7 +130,8 @@ class Contender:
 
 def measure(contenders: list[Contender], rounds: int, device: str) -> list[dict[str, Any]]:
     """For each, the median and the least seconds and, on a GPU, the bytes that it takes; they take turns."""
-    rows, steps = [], []
+    rows = []
+    steps = []
     for contender in contenders:
         began = time.perf_counter()
         _precise(contender.tf32)
@@ -214,7 +218,9 @@ def method_of(label: str, name: str, model: mgtta.Classifier, x: Tensor, precisi
 
     def graph_bytes(reserved: bool) -> int:
         fast = kept[0].fast
-        return 0 if fast is None else fast.graphs_hold if reserved else fast.graph_bytes
+        if fast is None:
+            return 0
+        return fast.graphs_hold if reserved else fast.graph_bytes
 
     return Contender(label, make, precision, precision == "tf32", graph_bytes)
 
@@ -259,7 +265,8 @@ def _flat_step(flat: FlatStep, grads: list[Tensor], sound: Tensor) -> None:
 
 
 def step(args: argparse.Namespace) -> dict[str, Any]:
-    device, model = args.device, classifier(args.model, args.device)
+    device = args.device
+    model = classifier(args.model, args.device)
     x = images(model, args.batch, device)
     fast = "bf16" if device == "cuda" or args.quick else None
     names = [("NoAdapt", "noadapt"), ("TENT", "tent"), ("MGTTA", "mgtta")]
@@ -289,7 +296,9 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def growth(args: argparse.Namespace) -> dict[str, Any]:
-    device, rows, names = args.device, [], (("NoAdapt", "noadapt"), ("MGTTA", "mgtta"))
+    device = args.device
+    rows = []
+    names = (("NoAdapt", "noadapt"), ("MGTTA", "mgtta"))
     precision = "bf16" if device == "cuda" else "fp32"
 
     def at(name: str, batch: int) -> None:
@@ -323,7 +332,8 @@ def data(args: argparse.Namespace) -> dict[str, Any]:
             it = iter(stream(open_dataset(pattern), first=few, workers=workers, device=device))
             for _ in range(max(workers, 1)):  # until all workers have begun
                 next(it)
-            began, seen = time.perf_counter(), 0
+            began = time.perf_counter()
+            seen = 0
             for batch in it:
                 seen += len(batch.x)
             rows.append({"workers": workers, "images": seen, "rate": seen / (time.perf_counter() - began)})
@@ -360,7 +370,8 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
 
     if args.data is None or args.checkpoint is None:
         raise SystemExit("accuracy needs --data and --checkpoint")
-    device, names = args.device, CORRUPTIONS[:2] if args.quick else CORRUPTIONS
+    device = args.device
+    names = CORRUPTIONS[:2] if args.quick else CORRUPTIONS
     model = imagenet.deit_tiny(args.checkpoint, device)
     source = imagenet.source_of(model, imagenet.shard(args.data, 0))
     test = imagenet.shard(args.data, *((1,) if args.quick else (1, 2)))
@@ -374,7 +385,8 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
         method = mgtta.create(name, model, **more, **settings)
         for x in {batch.x.shape: batch.x for batch in batches}.values():  # a domain's last batch is smaller
             method.warm_up(x)
-        found, updates = [], []
+        found = []
+        updates = []
         for order in orders:
             method.reset()
             records = mgtta.evaluate(method, order, reset=reset)
@@ -382,10 +394,16 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
             updates.append(sum(r.updates for r in records))
         rows.append(
             {
-                "name": label, "reset": reset, "lr": lr, "top1": found, "updates": updates, "batches": len(batches),
-                "seconds": _timed(method, batches) if reset == "never" else None, **settings,
+                "name": label,
+                "reset": reset,
+                "lr": lr,
+                "top1": found,
+                "updates": updates,
+                "batches": len(batches),
+                "seconds": _timed(method, batches) if reset == "never" else None,
+                **settings,
             }
-        )  # fmt: skip
+        )
         print(rows[-1], file=sys.stderr)
 
     for precision in ("fp32", "bf16"):
@@ -401,7 +419,8 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
 
 def _shuffled(batches: list[Any], seed: int) -> list[Any]:
     """The same images in another order within their domains, which stay where they are."""
-    random, found = torch.Generator().manual_seed(seed), []
+    random = torch.Generator().manual_seed(seed)
+    found = []
     for domain in dict.fromkeys(batch.domain for batch in batches):
         some = [batch for batch in batches if batch.domain == domain]
         x, y, index = (torch.cat([getattr(batch, name) for batch in some]) for name in ("x", "y", "index"))

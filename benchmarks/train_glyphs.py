@@ -34,7 +34,8 @@ from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS, corrupt
 from mgtta.data.glyphs import CLASSES, SIZE, TEST_SEED, TRAIN_SEED, Glyphs
 from mgtta.models.loading import vision_transformer
 
-MEAN = STD = 0.5
+MEAN = 0.5
+STD = 0.5
 SEVERITY = 5
 QUICK = {
     "train_images": 512,
@@ -138,7 +139,9 @@ def train(model: nn.Module, images: Tensor, labels: Tensor, augment: Augment, ar
     forward = torch.compile(model) if args.compile else model
     model.train()
     losses: list[float] = []
-    step, progress, start = 0, 0.0, time.monotonic()
+    step = 0
+    progress = 0.0
+    start = time.monotonic()
     while progress < 1:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(progress, args.lr)
@@ -313,7 +316,8 @@ def main(words: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
         model.load_state_dict(initial)
         losses = train(model, images, labels, augment, args)
         weights = round_weights(model)
-        figures = trials[strength] = measure(model, domains, truth)
+        figures = measure(model, domains, truth)
+        trials[strength] = figures
         say(f"strength {strength}: " + "  ".join(f"{name} {value:.1f}" for name, value in figures.items()))
         metadata = {
             "model": architecture,

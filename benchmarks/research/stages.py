@@ -23,7 +23,7 @@ CHANGES: list[dict[str, Any]] = [
     *({"noisy": v} for v in (0.3, 1.0)),
     *({"steps": v} for v in (2, 3)),
     {"adapts": "biases"},
-]  # fmt: skip
+]
 FIRST_CHANGES: list[dict[str, Any]] = [  # tried before, none of which paid: docs/research.md
     *({"trade_off": v} for v in (0.1, 0.2, 0.8, 1.6, 3.2)),
     *({"tokens": "patch", "trade_off": v} for v in (0.1, 0.4, 1.6)),
@@ -34,7 +34,7 @@ FIRST_CHANGES: list[dict[str, Any]] = [  # tried before, none of which paid: doc
     *({"balance": v} for v in (0.1, 0.3, 1.0)),
     *({"recentre": v} for v in (0.5, 1.0)),
     {"late": True},
-]  # fmt: skip
+]
 
 
 def best(trials: list[Trial], results: Results) -> Trial:
@@ -175,4 +175,4 @@ def settings_test(results: Results) -> list[Trial]:
 STAGES = {
     stage.__name__: stage
     for stage in (first_objectives, objectives, combined, trainings, generators, test, settings, settings_test)
-}  # fmt: skip
+}
