@@ -30,7 +30,7 @@ ALL = (*CORRUPTIONS, *VALIDATION_CORRUPTIONS)
 
 
 def load_reference() -> Callable[[np.ndarray, int, str], np.ndarray]:
-    """imagecorruptions.corrupt(image, severity, name). ImportError where a package is missing."""
+    """Return imagecorruptions.corrupt(image, severity, name); raise an ImportError if a package is missing."""
     import cv2
     import scipy.ndimage
     import skimage.filters
@@ -61,7 +61,7 @@ def load_reference() -> Callable[[np.ndarray, int, str], np.ndarray]:
 
 
 def scene(n: int, size: int = 224, seed: int = 0) -> Tensor:
-    """(n, 3, size, size) uint8: smooth colours, edges and texture, with a spectrum that falls as nature's."""
+    """Return (n, 3, size, size) uint8: smooth colours, edges and texture, with a spectrum like that of photographs."""
     generator = torch.Generator().manual_seed(seed)
     frequency = torch.fft.fftfreq(size)
     radius = torch.hypot(frequency[:, None], frequency).clamp(min=1 / size)
@@ -73,7 +73,7 @@ def scene(n: int, size: int = 224, seed: int = 0) -> Tensor:
 
 
 def best_ms(functions: list[Callable[[], object]], budget: float) -> list[float]:
-    """For each function the shortest run, in CPU time, taken in turn."""
+    """Return the shortest run of each function in CPU time; they take turns."""
     for function in functions:
         function()
     best = [float("inf")] * len(functions)
@@ -126,7 +126,7 @@ def speed_on_device(names: Sequence[str], device: str, batch: int) -> None:
 
 
 def labelled_images(tars: list[str], n: int) -> Iterator[tuple[np.ndarray, int]]:
-    """(image (224, 224, 3), label) from KEY.jpg and KEY.cls."""
+    """Yield (image (224, 224, 3), label) from KEY.jpg and KEY.cls."""
     left = n
     for path in tars:
         with tarfile.open(path) as tar:

@@ -76,7 +76,7 @@ def make(name: str, model: mgtta.Classifier, rate: float, guard: bool) -> Method
 
 
 def run(stream_name: str, method_name: str, images: int, seed: int) -> dict:
-    """One cell."""
+    """Run one cell, and return its row."""
     torch.set_num_threads(1)
     model = mgtta.load_model("glyphs_vit")
     rate = RATES[method_name] * {"rate x 10": 10, "rate x 100": 100}.get(stream_name, 1)
@@ -140,7 +140,7 @@ def shown(rows: list[dict]) -> str:
 
 
 def summary(rows: list[dict]) -> str:
-    """The bars of the issue, as found."""
+    """Return what was required, and what was found."""
     hostile = [row for row in rows if row["stream"] in HOSTILE]
     benign = [row for row in rows if row["stream"] in BENIGN]
     lines = []

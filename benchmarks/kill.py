@@ -30,7 +30,7 @@ MODEL = "test_vit"
 
 
 def prepare(folder: Path, images: int) -> list[str]:
-    """Images, weights and source statistics; gives the command's arguments, less those of its output."""
+    """Write images, weights and source statistics, and return the command's arguments without those of its output."""
     torch.manual_seed(0)
     model = mgtta.load_model(MODEL, pretrained=False, num_classes=10)
     write_tensors(folder / "weights.safetensors", model.net.state_dict(), {})
@@ -61,7 +61,7 @@ def prepare(folder: Path, images: int) -> list[str]:
 
 
 def start(arguments: list[str]) -> int:
-    """A child process that runs the command; forked, since an import of torch takes longer than the run."""
+    """Start a child process that runs the command; forked, since importing torch takes longer than the run."""
     child = os.fork()
     if child:
         return child
@@ -78,7 +78,7 @@ def start(arguments: list[str]) -> int:
 
 
 def ended(child: int, within: float) -> bool:
-    """Whether the child ended well by itself; else it is killed when its time is over."""
+    """Return whether the child ended well by itself; kill it when its time is over."""
     until = time.monotonic() + within
     while time.monotonic() < until:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -93,7 +93,7 @@ def ended(child: int, within: float) -> bool:
 
 
 def measure(folder: Path, kills: int, images: int, seed: int = 0) -> dict:
-    """Run undisturbed, then again and again with kills; says how many there were and whether all is the same."""
+    """Run undisturbed, then with kills; return how many there were and whether all results are the same."""
     arguments = prepare(folder, images)
     calm = [*arguments, "--out", str(folder / "calm.csv"), "--state", str(folder / "calm.safetensors")]
     began = time.monotonic()
@@ -129,7 +129,7 @@ def measure(folder: Path, kills: int, images: int, seed: int = 0) -> dict:
 
 
 def state(path: Path) -> dict:
-    """The method's state, less the seconds it took."""
+    """Return the method's state without the seconds it took."""
     found = read_tree(path)[0]["method"]
     found["method"]["counters"].pop("seconds")
     if found["guard"]["snapshot"] is not None:

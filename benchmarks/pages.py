@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 
 def between(page: str, name: str, text: str) -> str:
-    """The page with `text` between <!-- NAME:start --> and <!-- NAME:end -->."""
+    """Return the page with `text` between <!-- NAME:start --> and <!-- NAME:end -->."""
     start = f"<!-- {name}:start -->"
     end = f"<!-- {name}:end -->"
     before, rest = page.split(start)
@@ -13,7 +13,7 @@ def between(page: str, name: str, text: str) -> str:
 
 
 def table(head: list[str], rows: Iterable[list[str]], right: bool = False) -> str:
-    """A table.
+    """Return a table.
 
     Args:
         right: all columns but the first to the right.

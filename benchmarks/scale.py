@@ -48,7 +48,7 @@ RATE = 5.0  # images a second of each stream
 
 
 def classifier(name: str) -> mgtta.Classifier:
-    """Speed does not hang on the weights: random ones, but for the embedded model's."""
+    """Return the model with random weights, except for the embedded one: speed does not depend on them."""
     torch.manual_seed(0)
     return mgtta.load_model(name) if name == "glyphs_plain" else mgtta.load_model(name, pretrained=False)
 
@@ -111,7 +111,7 @@ def compare(rank: int, name: str, recipe: str, side: int, steps: int) -> dict[st
 
 
 def messages(sizes: list[int]) -> float:
-    """Seconds that the messages of one step take by themselves, one after another."""
+    """Return the seconds that the messages of one step take without anything else, one after another."""
     tensors = [torch.zeros(n) for n in sizes]
     dist.barrier()
     began = time.perf_counter()
@@ -121,7 +121,7 @@ def messages(sizes: list[int]) -> float:
 
 
 def counted(name: str) -> dict[str, Any]:
-    """How large theta, a stream's state and the frozen weights are, and how long a change of streams takes."""
+    """Return the sizes of theta, of a stream's state and of the frozen weights, and the time of a change of streams."""
     model = classifier(name)
     method = method_of("mgtta", model)
     side = model.input_size[0]
@@ -144,7 +144,7 @@ def counted(name: str) -> dict[str, Any]:
 
 
 def size(node: Any) -> int:
-    """Bytes of the tensors of a nested state."""
+    """Return the bytes of the tensors of a nested state."""
     if isinstance(node, torch.Tensor):
         return node.nbytes
     values = ()
@@ -156,7 +156,7 @@ def size(node: Any) -> int:
 
 
 def on_a_gpu(folder: Path) -> list[dict[str, Any]]:
-    """MGTTA's batches in records of a GPU: time, at the side of other processes, and memory."""
+    """Return time and memory of MGTTA's batches in records of a GPU that other processes shared."""
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for r in Store(folder).records():
         wanted = (r["experiment"], r["batch_size"]) in (("learning-rate", 64), ("small-batch", 4))
@@ -182,7 +182,7 @@ def on_a_gpu(folder: Path) -> list[dict[str, Any]]:
 
 
 def figures(values: list[float]) -> str:
-    """Median, the range between the quartiles, and the best."""
+    """Return the median, the range between the quartiles, and the best."""
     low, middle, high = statistics.quantiles(values, n=4)
     digits = 0 if middle >= 100 else 1
     return f"{middle:.{digits}f} ({low:.{digits}f}–{high:.{digits}f}), {max(values):.{digits}f}"

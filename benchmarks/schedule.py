@@ -34,7 +34,7 @@ GRID = ((3, 16, 1), (4, 16, 1), (5, 32, 1), (5, 32, 2), (6, 32, 2))  # burst, re
 
 
 def ways() -> list[dict[str, Any]]:
-    """Those compared, the slowest first."""
+    """Return the settings to compare, the slowest first."""
     always = [{"lr": lr, "schedule": "always"} for lr in LR_ALWAYS]
     return [*always, *({"lr": LR, "schedule": "auto", "constants": list(constants)} for constants in GRID)]
 
@@ -66,7 +66,7 @@ def run(way: dict[str, Any], data: Path, checkpoint: Path, device: str, orders: 
 
 
 def missing(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that have no row yet."""
+    """Return the settings that have no row yet."""
     return [way for way in ways() if not any(way.items() <= row.items() for row in rows)]
 
 

@@ -29,7 +29,7 @@ WARM = 0.05  # of the run, which is left out: caches fill
 
 
 def resident() -> int:
-    """Bytes of main memory that this process holds now."""
+    """Return the bytes of main memory that this process holds now."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
@@ -72,7 +72,7 @@ def soak(method: Method, frozen: Method, batches: int, batch_size: int, images: 
 
 
 def _quarters(values: list) -> dict:
-    """Medians of the first and the last quarter, and how much the last is above the first, in percent."""
+    """Return medians of the first and the last quarter, and by how many percent the last is above the first."""
     values = values[int(WARM * len(values)) :]
     n = max(1, len(values) // 4)
     first = statistics.median(values[:n])

@@ -129,7 +129,7 @@ class Contender:
 
 
 def measure(contenders: list[Contender], rounds: int, device: str) -> list[dict[str, Any]]:
-    """For each, the median and the least seconds and, on a GPU, the bytes that it takes; they take turns."""
+    """Return the median and the least seconds of each and, on a GPU, its bytes; they take turns."""
     rows = []
     steps = []
     for contender in contenders:
@@ -173,7 +173,7 @@ def _precise(tf32: bool) -> None:
 
 
 def _allocated(device: str) -> int:
-    """Bytes, without cuBLAS's workspaces: each contender is to have its own counted, not one left by another."""
+    """Return allocated bytes without cuBLAS's workspaces, so that each contender is counted with only its own."""
     gc.collect()
     if device != "cuda":
         return 0
@@ -226,7 +226,7 @@ def method_of(label: str, name: str, model: mgtta.Classifier, x: Tensor, precisi
 
 
 def optimizer_step(model: mgtta.Classifier, way: str, hidden_size: int = 8) -> Contender:
-    """The generator's step alone, for all norm parameters of the model, in one of three ways."""
+    """Return only the generator's step, for all norm parameters of the model, in one of three ways."""
 
     def make() -> Callable[[], object]:
         own = [nn.Parameter(p.detach().clone()) for p in mgtta.norm_parameters(model)]
@@ -321,7 +321,7 @@ def growth(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def data(args: argparse.Namespace) -> dict[str, Any]:
-    """The loader's rate from tars of JPEGs of 500 x 375 pixels, as ImageNet's are on average."""
+    """Return the loader's rate from tars of JPEGs of 500 x 375 pixels, the average of ImageNet."""
     count, links = (256, 1) if args.quick else (8192, 4)
     device = torch.device(args.device)
     with tempfile.TemporaryDirectory() as folder:
@@ -341,7 +341,7 @@ def data(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _write_tars(folder: Path, count: int, shards: int, links: int = 1) -> str:
-    """Tars of `count` images in all, each under `links` names."""
+    """Write tars of `count` images in all, each under `links` names."""
     from PIL import Image
 
     noise = torch.Generator().manual_seed(0)
@@ -418,7 +418,7 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _shuffled(batches: list[Any], seed: int) -> list[Any]:
-    """The same images in another order within their domains, which stay where they are."""
+    """Return the same images in another order within their domains, which keep their places."""
     random = torch.Generator().manual_seed(seed)
     found = []
     for domain in dict.fromkeys(batch.domain for batch in batches):

@@ -54,7 +54,7 @@ def step_page(part: dict[str, Any]) -> str:
 
 
 def _bars(part: dict[str, Any]) -> str:
-    """The figures that the rows come to."""
+    """Return the figures that follow from the rows."""
     found = {(row["name"], row["precision"]): row for row in part["rows"]}
     precision = "bf16" if ("MGTTA", "bf16") in found else "fp32"
     whole = found["MGTTA", precision]["seconds"]
@@ -91,7 +91,7 @@ def _bars(part: dict[str, Any]) -> str:
 
 
 def growth_page(part: dict[str, Any]) -> str:
-    """Times on a GPU; on a CPU the ratios to the first case's NoAdapt."""
+    """Return times on a GPU, or on a CPU the ratios to NoAdapt of the first case."""
     gpu = part["gpu"]
     cases = part["rows"]
     lines = []
@@ -132,7 +132,7 @@ def data_page(part: dict[str, Any]) -> str:
 
 
 def accuracy_page(part: dict[str, Any], steps: list[dict[str, Any]]) -> str:
-    """The table, and what the schedule comes to there and at the times of `steps`."""
+    """Return the table, and the cost of the schedule there and at the times of `steps`."""
     rows = part["rows"]
     plain = {r["precision"]: r["seconds"] for r in rows if r["name"] == "NoAdapt" and r["seconds"] is not None}
     lines = [

@@ -65,7 +65,7 @@ def accuracies(method: Method, batches: Stream) -> list[float]:
 
 
 def cells(name: str, args: argparse.Namespace) -> list[dict]:
-    """A row for each method and batch size."""
+    """Return a row for each method and batch size."""
     model = classifier(name, args.nets).to(args.device)
     test = Held(Glyphs(args.images), Room(2**30))
     validation = Held(Glyphs(args.images // 2, VALIDATION_SEED), Room(2**30))

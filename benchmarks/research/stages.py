@@ -47,7 +47,7 @@ def adam_trials(objective: Objective = EQ7, decays: tuple[float, ...] = (math.in
 
 
 def objectives(_: Results) -> list[Trial]:
-    """What to lower, with Adam, one piece changed at a time."""
+    """Try objectives, with Adam, one piece changed at a time."""
     return [*adam_trials(decays=DECAYS), *(trial for change in CHANGES for trial in adam_trials(Objective(**change)))]
 
 
@@ -57,7 +57,7 @@ def first_objectives(_: Results) -> list[Trial]:
 
 
 def combined(results: Results) -> list[Trial]:
-    """The pieces that paid alone, together: the best value of each, added in the order of their gain."""
+    """Try together the pieces that helped: the best value of each, added in the order of their gain."""
     base = results[key(best(adam_trials(decays=DECAYS), results))]["mean"]
     gains: dict[str, tuple[float, dict[str, Any]]] = {}
     for change in CHANGES:
@@ -72,7 +72,7 @@ def combined(results: Results) -> list[Trial]:
 
 
 def plus(results: Results) -> Objective:
-    """The best objective so far."""
+    """Return the best objective so far."""
     return best([*objectives(results), *combined(results)], results).objective
 
 
@@ -120,7 +120,7 @@ def generators(results: Results) -> list[Trial]:
 
 
 def contenders(results: Results) -> dict[str, Trial]:
-    """Who goes to the test: for both objectives Adam, the paper's generator, ours in its form, ours with all inputs."""
+    """Return the finalists: for both objectives Adam, the paper's generator, ours in its form, ours with all inputs."""
     found = {
         "eq7_adam": best(adam_trials(decays=DECAYS), results),
         "plus_adam": best(adam_trials(plus(results), DECAYS), results),
