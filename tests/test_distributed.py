@@ -352,7 +352,7 @@ def test_what_ranks_cannot_run_is_told_first(ran):
     for found in ran:
         alone, workers = found["refused cells"]
         assert "tent on fog (runtime) is measured in a process of its own: run it without torchrun" in alone
-        assert "run cells apart" in workers
+        assert "run cells separately" in workers
 
 
 @pytest.mark.slow
