@@ -16,9 +16,10 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/mgtta demo
 
-# one thread a process: two processes with two threads each would fight for two cores
+# One thread per process, since there is a process per core. With worksteal a file's tests stay in one process as long
+# as both are busy, so that expensive fixtures are made once.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -q
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -26,9 +27,9 @@ lint: $(READY)
 	$(BIN)/mypy
 	@.ci/audit $(BIN)
 
-# the long ones: 100,000 hostile inputs, then the file readers under atheris where that can be had; 200 kills; the soak
+# The long tests: 100,000 hostile inputs, then the file readers under atheris if it can be installed; 200 kills; the soak
 fuzz: $(READY)
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt atheris || echo "atheris is not to be had"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt atheris || echo "atheris cannot be installed here"
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --cases 100000 $$($(BIN)/python -c "import atheris" 2>/dev/null && echo --atheris)
 
 kill: $(READY)
@@ -37,7 +38,7 @@ kill: $(READY)
 soak: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --out results
 
-# The variable silences an advertisement of the theme's.
+# The variable silences an advertisement of the theme.
 docs: $(READY)
 	$(BIN)/python docs/methods.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

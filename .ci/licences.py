@@ -1,4 +1,4 @@
-"""Prints docs/licences.md: what mgtta stands on, and under which licence, by the packages' own metadata.
+"""Prints docs/licences.md: the packages that mgtta needs, and their licences by their own metadata.
 
 python .ci/licences.py > docs/licences.md
 """
@@ -18,7 +18,7 @@ def licence(package: str) -> str:
 
 
 def needed(package: str, found: set[str]) -> set[str]:
-    """The package and all that it needs at run time, among what is installed."""
+    """Return the package and everything that it needs at run time, as far as it is installed."""
     name = re.sub(r"[-_.]+", "-", package).lower()
     if name in found:
         return found

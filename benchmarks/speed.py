@@ -241,7 +241,7 @@ def optimizer_step(model: mgtta.Classifier, way: str, hidden_size: int = 8) -> C
             for p, grad in zip(own, grads, strict=True):
                 p.grad = grad
             return optimizer.step
-        flat = FlatStep(optimizer, own)
+        flat = FlatStep(optimizer, own, own)
         flat.take_in()
         sound = torch.tensor(True, device=own[0].device)
         if not own[0].is_cuda:

@@ -1,5 +1,11 @@
 """Small, real models and data for all tests: a tiny ViT and a tiny net of each other kind of norm layer."""
 
+import os
+
+# Some CPUs advertise AMX instructions that the machine forbids: torch's bfloat16 layers then kill the process with
+# "Illegal instruction". The limit must be set before torch is imported. Child processes inherit it.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
 import pytest
 import torch
 from torch import nn

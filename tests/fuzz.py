@@ -38,7 +38,7 @@ from safetensors.torch import load, save
 import mgtta
 from mgtta._lib.files import _digest, read_tree, read_weights
 from mgtta.bench.store import Store
-from mgtta.cli import _settings, app
+from mgtta.cli import app, options
 from mgtta.data.datasets import open_dataset
 from mgtta.data.images import decode
 from mgtta.data.shards import samples
@@ -158,7 +158,7 @@ def arguments(data: bytes, folder: Path) -> None:
 
 
 def settings(data: bytes, folder: Path) -> None:
-    _settings([data.decode(errors="replace")])
+    options.settings([data.decode(errors="replace")])
 
 
 TARGETS: dict[str, Callable[[bytes, Path], None]] = {

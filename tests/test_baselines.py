@@ -14,7 +14,7 @@ from transcription import softmax as probabilities
 import mgtta
 from mgtta._lib.timm import timm
 from mgtta.methods._augment import random_view
-from mgtta.methods._optimizers import optimizer_factory
+from mgtta.methods._descent import Descent
 from mgtta.methods._sam import SAM
 from mgtta.methods.deyo import random_orders, shuffle_patches
 from mgtta.methods.roid import prior_corrected, soft_likelihood_ratio
@@ -139,7 +139,7 @@ def test_fisher_file_and_fingerprint(tmp_path, model):
     with pytest.raises(ValueError, match="Fisher information of other weights"):
         mgtta.create("eata", vit(seed=1), fisher=fisher)
     mgtta.save_source(mgtta.source_statistics(model, images(8)), tmp_path / "s.safetensors")
-    with pytest.raises(ValueError, match="no file of mgtta fisher"):
+    with pytest.raises(ValueError, match="not a file of mgtta fisher"):
         mgtta.load_fisher(tmp_path / "s.safetensors")
 
 
@@ -172,7 +172,7 @@ def test_sam_against_its_equations():
     def gradients(a, b):
         return [4 * a[0] ** 3 + 2 * a[0] * b**2, 4 * a[1] ** 3, 2 * a[0] ** 2 * b]
 
-    optimizer = SAM([a, b], optimizer_factory("sgd", 0.01, momentum=0.0), rho=0.05)
+    optimizer = SAM([a, b], Descent(0.01, momentum=0.0).factory(), rho=0.05)
 
     def closure():
         optimizer.zero_grad()
@@ -193,7 +193,7 @@ def test_sam_against_its_equations():
 def test_sam_puts_theta_back_and_says_what_is_wrong():
     p = nn.Parameter(torch.rand(3))
     before = p.detach().clone()
-    optimizer = SAM([p], optimizer_factory("adam", 0.01))
+    optimizer = SAM([p], Descent(0.01, "adam").factory())
     with pytest.raises(ValueError, match="no parameter has a gradient"), optimizer.perturbed():
         pass
     p.grad = torch.ones(3)
@@ -202,7 +202,7 @@ def test_sam_puts_theta_back_and_says_what_is_wrong():
         raise RuntimeError("in between")
     assert torch.equal(p, before)
     with pytest.raises(ValueError, match="rho"):
-        SAM([p], optimizer_factory("adam", 0.01), rho=-1)
+        SAM([p], Descent(0.01, "adam").factory(), rho=-1)
     q = nn.Parameter(torch.rand(2))
     optimizer.add_param_group({"params": [q], "lr": 0.5})
     assert [group["lr"] for group in optimizer.base.param_groups] == [0.01, 0.5]

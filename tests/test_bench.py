@@ -23,12 +23,12 @@ from mgtta.bench.run import run_cells, run_experiment
 from mgtta.bench.store import Store
 from mgtta.bench.sweep import rates, sweep_cells, tuned
 from mgtta.cli.progress import Bars
-from mgtta.data.cache import STAND_INS, Held, Room
+from mgtta.data.cache import Held, Room
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
 from mgtta.data.datasets import open_dataset
-from mgtta.data.glyphs import CLASSES, Glyphs
+from mgtta.data.glyphs import CLASSES, STAND_INS, Glyphs
 from mgtta.evaluation.record import Record
-from mgtta.methods.create import RECIPES
+from mgtta.methods.registry import recipes
 
 SMALL = Setup(images=6)
 FEW = [Cell("corruptions", m, (c,), batch_size=3) for c in ("contrast", "fog") for m in ("noadapt", "eq7_sgd")]
@@ -132,7 +132,7 @@ def test_records_of_other_files_of_the_same_name_are_not_taken_for_these(tmp_pat
 
 def test_what_a_cell_will_need_is_asked_for_before_the_first_runs(tmp_path, tree, counted):
     cells = [dataclasses.replace(FEW[0], method=m) for m in ("noadapt", "mgtta")]
-    with pytest.raises(FileNotFoundError, match="no generator 'gone"):
+    with pytest.raises(FileNotFoundError, match="unknown generator 'gone"):
         run_cells(cells, dataclasses.replace(SMALL, generator="gone.safetensors"), Store(tmp_path))
     with pytest.raises(FileNotFoundError, match="gone"):
         run_cells(cells, dataclasses.replace(SMALL, source="gone.safetensors"), Store(tmp_path))
@@ -305,7 +305,7 @@ def test_every_experiment_runs_on_the_characters(tmp_path):
 
 
 def test_a_sweep_gives_every_contender_the_same_tries_on_the_validation_split():
-    counts = {name: len(rates(name)) for name in RECIPES}
+    counts = {name: len(rates(name)) for name in recipes()}
     assert set(counts.values()) == {0, 7}
     options = Options(["noadapt", "tent", "mgtta"])
     cells = sweep_cells([*experiment_cells("corruptions", options), *experiment_cells("small-batch", options)])
@@ -600,7 +600,7 @@ if __name__ == "__main__":
     command = [sys.executable, str(script), str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
     assert done.returncode == 130, done.stderr
-    assert "the same command goes on" in done.stderr
+    assert "the same command resumes" in done.stderr
     assert "Traceback" not in done.stderr
     assert len(Store(tmp_path / "run").cells()) >= 1
     assert [json.loads(line)["event"] for line in done.stdout.splitlines()][:2] == ["start", "record"]

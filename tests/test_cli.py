@@ -34,6 +34,11 @@ def run(monkeypatch, capsys):
     return call
 
 
+def options(**named):
+    """Options as words: num_classes=5 is --num-classes 5."""
+    return [word for name, value in named.items() for word in (f"--{name.replace('_', '-')}", value)]
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Glyph images in two folders, which are not the embedded model's 30 classes."""
@@ -67,49 +72,28 @@ assert "torch" not in sys.modules
         assert command in done.stdout
 
 
-def test_adapt_writes_csv_and_state_and_goes_on(run, folder, tmp_path):
-    common = (
-        "adapt",
-        folder,
-        "--model",
-        "glyphs_vit",
-        "--source",
-        "glyphs_vit",
-        "--batch-size",
-        4,
-        "--device",
-        "cpu",
-    )
+def test_adapt_writes_csv_and_state_and_starts_from_the_state(run, folder, tmp_path):
+    common = ("adapt", folder, *options(model="glyphs_vit", source="glyphs_vit", batch_size=4, device="cpu"))
     code, out, err = run(*common, "--out", tmp_path / "p.csv", "--state", tmp_path / "s", "--set", "lr=1e-4")
     assert code == 0, err
-    assert "2 class folders, 30 classes: labels not used" in err
+    assert "2 class folders, but the model has 30 classes: the labels are not used" in err
     assert "12 images; 3 updates, 0 skipped" in out
     with open(tmp_path / "p.csv") as file:
         rows = list(csv.DictReader(file))
     assert [row["image"] for row in rows][:2] == ["class0/00.png", "class0/02.png"]
     assert all(0 <= int(row["prediction"]) < 30 and 0 < float(row["confidence"]) <= 1 for row in rows)
-    code, out, err = run(*common, "--out", tmp_path / "p.jsonl", "--start", tmp_path / "s", "--first", 4)
+    code, out, err = run(*common, "--out", tmp_path / "p.jsonl", "--start", tmp_path / "s", "--images", 4)
     assert code == 0, err
     lines = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
     assert len(lines) == 4
     assert lines[0]["label"] is None
 
 
-def test_adapt_knows_classes_and_accuracy_where_the_folders_are_the_classes(run, tmp_path):
+def test_adapt_shows_class_names_and_accuracy_if_the_folders_are_the_classes(run, tmp_path):
     root = write_glyphs(tmp_path / "images", lambda i, label: CHARACTERS[label], n=150)
     assert len(list(root.iterdir())) == 30
-    code, out, err = run(
-        "adapt",
-        root,
-        "--model",
-        "glyphs_vit",
-        "--method",
-        "noadapt",
-        "--out",
-        tmp_path / "p.jsonl",
-        "--device",
-        "cpu",
-    )
+    words = options(model="glyphs_vit", method="noadapt", out=tmp_path / "p.jsonl", device="cpu")
+    code, out, err = run("adapt", root, *words)
     assert code == 0, err
     rows = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
     right = [row["class"] == row["image"].split("/")[0] for row in rows]
@@ -128,10 +112,8 @@ def test_adapt_a_timm_model_from_a_checkpoint_and_a_tar(run, folder, tmp_path):
             (tmp_path / "label").write_text(str(i))
             tar.add(path, f"{i:04}.png")
             tar.add(tmp_path / "label", f"{i:04}.cls")
-    code, out, err = run(
-        "adapt", tmp_path / "images.tar", "--model", ARCHITECTURE, "--checkpoint", tmp_path / "w.safetensors",
-        "--num-classes", CLASSES, "--clean", folder, "--out", tmp_path / "p.csv", "--device", "cpu",
-    )  # fmt: skip
+    model = options(model=ARCHITECTURE, checkpoint=tmp_path / "w.safetensors", num_classes=CLASSES, device="cpu")
+    code, out, err = run("adapt", tmp_path / "images.tar", *model, *options(clean=folder, out=tmp_path / "p.csv"))
     assert code == 0, err
     assert "3 images" in out
     assert len((tmp_path / "p.csv").read_text().splitlines()) == 4
@@ -141,18 +123,16 @@ def test_source_then_train_then_adapt(run, folder, tmp_path):
     code, out, err = run("source", folder, "--model", "glyphs_vit", "--out", tmp_path / "src", "--device", "cpu")
     assert code == 0, err
     assert "12 images, 6 layers" in out
-    code, out, err = run(
-        "train", folder, "--model", "glyphs_vit", "--source", tmp_path / "src", "--images", 8, "--steps", 8,
-        "--corrupt", "--out", tmp_path / "g.safetensors", "--run", tmp_path / "run", "--device", "cpu",
-    )  # fmt: skip
+    common = options(model="glyphs_vit", source=tmp_path / "src", device="cpu")
+    generator = tmp_path / "g.safetensors"
+    length = options(images=8, steps=8, resume=tmp_path / "run")
+    code, out, err = run("train", folder, *common, *length, "--corrupt", "--out", generator)
     assert code == 0, err
-    generator = mgtta.load_generator(tmp_path / "g.safetensors")
-    assert generator.about["training"]["steps"] == 8
-    assert generator.about["command"].startswith("mgtta train")
-    code, out, err = run(
-        "adapt", folder, "--model", "glyphs_vit", "--source", tmp_path / "src", "--out", tmp_path / "p.csv",
-        "--set", f"generator={tmp_path / 'g.safetensors'}", "--device", "cpu",
-    )  # fmt: skip
+    assert (tmp_path / "run").exists()
+    about = mgtta.load_generator(generator).about
+    assert about["training"]["steps"] == 8
+    assert about["command"].startswith("mgtta train")
+    code, out, err = run("adapt", folder, *common, "--out", tmp_path / "p.csv", "--set", f"generator={generator}")
     assert code == 0, err
 
 
@@ -187,7 +167,7 @@ main()
     assert "matching" not in done.stdout
 
 
-def test_a_terminated_run_leaves_nothing_half_written(folder, tmp_path):
+def test_adapt_leaves_no_partial_predictions_when_terminated(folder, tmp_path):
     words = ["adapt", str(folder), "--model", "glyphs_vit", "--source", "glyphs_vit", "--device", "cpu"]
     code = f"""
 import os, signal, sys
@@ -246,7 +226,7 @@ def test_errors_are_one_line_that_names_the_remedy(run, folder, tmp_path, change
     assert not (tmp_path / "p.csv").exists()
 
 
-def test_missing_source_and_data(run, folder, tmp_path):
+def test_adapt_names_the_missing_source_and_data(run, folder, tmp_path):
     code, _, err = run("adapt", folder, "--model", "glyphs_vit", "--device", "cpu", "--out", tmp_path / "p.csv")
     assert code == 2
     assert "--source FILE" in err
@@ -255,14 +235,66 @@ def test_missing_source_and_data(run, folder, tmp_path):
     assert "nothing" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["adapt", "images", "--first", "4"], "mgtta adapt has no option --first: its name is now --images"),
+        (["train", "images", "--run=file"], "mgtta train has no option --run: its name is now --resume"),
+        (["corrupt", "in", "out", "--corruption", "fog"], "has no option --corruption: its name is now --corruptions"),
+    ],
+)
+def test_renamed_options_name_the_new_option(run, words, message):
+    code, _, err = run(*words)
+    assert code == 2
+    assert message in err
+
+
+def test_the_same_option_has_the_same_name_in_every_command():
+    import typer.main
+
+    commands = typer.main.get_command(cli.app).commands
+    options = {name: {word for p in command.params for word in p.opts} for name, command in commands.items()}
+    for option, having in {
+        "--resume": {"adapt", "train"},
+        "--images": {"adapt", "train", "source", "bench", "demo"},
+        "--corruptions": {"corrupt", "bench"},
+    }.items():
+        assert {name for name in options if option in options[name]} == having
+
+
+def test_every_option_and_command_has_a_help_text():
+    import typer.main
+
+    for name, command in typer.main.get_command(cli.app).commands.items():
+        assert command.help, name
+        for parameter in command.params:
+            assert parameter.help or parameter.name == "help", f"mgtta {name}: {parameter.name}"
+
+
+def test_errors_speak_the_command_line():
+    from mgtta.cli.errors import in_options
+
+    assert in_options("leave out shuffle=..., or resume=...") == "leave out --shuffle, or --resume"
+    assert in_options("take precision='fp32', and low_memory=...") == "take --precision fp32, and --low-memory"
+    assert in_options("lr=0.1 and batch=... stay") == "lr=0.1 and batch=... stay"
+
+
+def test_source_statistics_of_other_weights_name_the_source_command(run, folder, tmp_path):
+    wrong = options(model="glyphs_vit", source="glyphs_plain", device="cpu", out=tmp_path / "p.csv")
+    code, _, err = run("adapt", folder, *wrong)
+    assert code == 2
+    assert "`mgtta source CLEAN_IMAGES --model NAME`" in err
+    assert "source_statistics" not in err
+
+
 @pytest.mark.parametrize("command", ["source", "train"])
-def test_a_file_that_cannot_be_written_is_noticed_before_the_work(run, folder, tmp_path, command):
+def test_out_that_cannot_be_written_is_an_error_before_the_work(run, folder, tmp_path, command):
     code, _, err = run(command, folder, "--model", "none such", "--out", tmp_path)
     assert code == 2
     assert f"cannot write {tmp_path}: it is a folder" in err
 
 
-def test_a_url_is_passed_on_as_it_is(run, tmp_path, monkeypatch):
+def test_data_may_be_a_url(run, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr("mgtta.data.datasets.open_dataset", lambda path, **_: asked.append(path) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -270,7 +302,7 @@ def test_a_url_is_passed_on_as_it_is(run, tmp_path, monkeypatch):
     assert asked == ["hf://datasets/a/b/x.tar"]
 
 
-def test_eata_without_fisher_information_says_what_it_is(run, folder, tmp_path):
+def test_adapt_with_eata_without_fisher_information_says_that_it_is_eta(run, folder, tmp_path):
     code, _, err = run(
         "adapt", folder, "--model", "glyphs_vit", "--method", "eata", "--device", "cpu", "--out", tmp_path / "p.csv"
     )
@@ -278,18 +310,16 @@ def test_eata_without_fisher_information_says_what_it_is(run, folder, tmp_path):
     assert "eata is ETA" in err
 
 
-def test_synset_folders_are_said_to_be_the_classes_that_count(run, tmp_path):
+def test_adapt_scores_only_the_classes_of_synset_folders_and_says_so(run, tmp_path):
     root = write_glyphs(tmp_path / "images", lambda i, label: ("n01440764", "n01443537")[i % 2])
     save_file(mgtta.load_model(ARCHITECTURE, pretrained=False).net.state_dict(), tmp_path / "w.safetensors")
-    code, _, err = run(
-        "adapt", root, "--model", ARCHITECTURE, "--checkpoint", tmp_path / "w.safetensors", "--method", "noadapt",
-        "--device", "cpu", "--out", tmp_path / "p.csv",
-    )  # fmt: skip
+    model = options(model=ARCHITECTURE, checkpoint=tmp_path / "w.safetensors", device="cpu")
+    code, _, err = run("adapt", root, *model, *options(method="noadapt", out=tmp_path / "p.csv"))
     assert code == 0, err
     assert "scored over those 2 of the model's 1000 classes" in err
 
 
-def test_images_come_by_name_or_shuffled(run, tmp_path):
+def test_adapt_takes_images_by_name_or_shuffled(run, tmp_path):
     root, orders = write_glyphs(tmp_path / "images", lambda i, label: "."), []
     for words in ([], ["--shuffle", 0], ["--shuffle", 0], ["--shuffle", 1]):
         out = tmp_path / "p.csv"
@@ -308,7 +338,7 @@ def test_version(run):
     assert run("--version") == (0, f"{mgtta.__version__}\n", "")
 
 
-def test_an_unreadable_image_is_named_or_skipped(run, folder, tmp_path):
+def test_adapt_names_or_skips_an_unreadable_image(run, folder, tmp_path):
     (folder / "class0" / "zz.png").write_bytes(b"not an image")
     common = ("adapt", folder, "--model", "glyphs_vit", "--source", "glyphs_vit", "--device", "cpu")
     code, _, err = run(*common, "--out", tmp_path / "p.csv")
@@ -321,22 +351,12 @@ def test_an_unreadable_image_is_named_or_skipped(run, folder, tmp_path):
 
 
 def test_corrupt_writes_a_tree(run, folder, tmp_path):
-    code, _, err = run(
-        "corrupt",
-        folder,
-        tmp_path / "c",
-        "--corruption",
-        "contrast",
-        "--severity",
-        3,
-        "--severity",
-        5,
-        "--size",
-        48,
-    )
+    which = ["--corruptions", "contrast,fog", "--severity", 3, "--severity", 5]
+    code, _, err = run("corrupt", folder, tmp_path / "c", *which, "--size", 48)
     assert code == 0, err
     assert len(list((tmp_path / "c" / "contrast" / "5" / "class1").iterdir())) == 6
     assert sorted(p.name for p in (tmp_path / "c" / "contrast").iterdir()) == ["3", "5"]
+    assert sorted(p.name for p in (tmp_path / "c").iterdir() if p.is_dir()) == ["contrast", "fog"]
 
 
 def test_bench_prints_a_table_and_keeps_records(run, tmp_path, monkeypatch):
@@ -379,7 +399,7 @@ def test_bench_errors_name_the_remedy(run, tmp_path, words, message):
     assert message in err
 
 
-def test_bench_stopped_by_ctrl_c_says_how_to_go_on(run, tmp_path, monkeypatch):
+def test_bench_stopped_by_ctrl_c_says_how_to_resume(run, tmp_path, monkeypatch):
     def stop(lab, cell):
         raise KeyboardInterrupt
 
@@ -387,14 +407,14 @@ def test_bench_stopped_by_ctrl_c_says_how_to_go_on(run, tmp_path, monkeypatch):
     code, out, err = run("bench", "corruptions", "--images", 2, "--out", tmp_path, "--device", "cpu")
     assert code == 130
     assert "0 finished cells" in err
-    assert "the same command goes on" in err
+    assert "the same command resumes" in err
     assert out == ""
 
 
 def test_the_bench_commands_help_names_all_experiments():
     from mgtta.bench.experiments import EXPERIMENTS
 
-    assert set(cli.EXPERIMENTS) == set(EXPERIMENTS)
+    assert set(cli.bench.EXPERIMENTS) == set(EXPERIMENTS)
 
 
 @pytest.fixture
@@ -405,7 +425,7 @@ def demo(run, tmp_path, monkeypatch):
     return lambda *more: run("demo", "--images", 4, "--device", "cpu", "--out", tmp_path / "demo", *more)
 
 
-def test_demo_refuses_what_it_cannot_run_and_leaves_no_folder(demo, tmp_path):
+def test_demo_rejects_invalid_options_and_leaves_no_folder(demo, tmp_path):
     assert "at least 1" in demo("--images", 0)[2]
     assert "nothing_like_it" in demo("--methods", "nothing_like_it")[2]
     assert list(tmp_path.iterdir()) == []
@@ -429,7 +449,7 @@ def test_demo_prints_a_table_and_writes_the_report(demo, tmp_path):
     assert all(r["batch_size"] == 16 and r["protocol"]["weights"] for r in records)
 
 
-def test_a_second_demo_runs_again_in_a_folder_of_its_own(demo, tmp_path, monkeypatch):
+def test_a_second_demo_runs_in_a_new_folder(demo, tmp_path, monkeypatch):
     from mgtta.bench.resources import Lab
 
     demo("--methods", "noadapt")

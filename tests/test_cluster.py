@@ -14,7 +14,7 @@ from mgtta.bench.executors.ray import connected, spread_on_ray
 from mgtta.bench.resources import Watch
 from mgtta.bench.run import run_cells
 from mgtta.bench.store import Store
-from mgtta.cli import _bare_ray
+from mgtta.cli.bench import bare_ray
 
 try:
     import ray
@@ -41,7 +41,7 @@ def _noting(path):
     def run(task):
         with open(path, "a") as file:
             file.write(f"begins {task}\n")
-        time.sleep(1.5)
+        time.sleep(0.7)
         if task == "bad":
             raise ValueError("this one is no good")
         with open(path, "a") as file:
@@ -113,6 +113,6 @@ def test_one_engine_at_a_time(tmp_path):
 
 
 def test_ray_on_the_command_line_with_and_without_an_address():
-    assert _bare_ray(["bench", "all", "--ray"]) == ["bench", "all", "--ray=auto"]
-    assert _bare_ray(["bench", "--ray", "--quick"]) == ["bench", "--ray=auto", "--quick"]
-    assert _bare_ray(["bench", "--ray", "ray://head:1", "all"]) == ["bench", "--ray", "ray://head:1", "all"]
+    assert bare_ray(["bench", "all", "--ray"]) == ["bench", "all", "--ray=auto"]
+    assert bare_ray(["bench", "--ray", "--quick"]) == ["bench", "--ray=auto", "--quick"]
+    assert bare_ray(["bench", "--ray", "ray://head:1", "all"]) == ["bench", "--ray", "ray://head:1", "all"]

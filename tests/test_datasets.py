@@ -50,14 +50,14 @@ def tar(path, members):
     return path
 
 
-def png_header(w, h):
-    """A PNG that claims w x h pixels and holds none."""
+def png(w, h, rows=b"", depth=8, colour=2):
+    """A PNG that claims w x h pixels, and holds these rows."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    ihdr = struct.pack(">IIBBBBB", w, h, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", ihdr) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    ihdr = struct.pack(">IIBBBBB", w, h, depth, colour, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", ihdr) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
 open_small = partial(open_dataset, size=SIZE)
@@ -66,7 +66,7 @@ open_small = partial(open_dataset, size=SIZE)
 # --- pixels
 
 
-def test_an_image_of_the_size_passes_untouched():
+def test_an_image_of_the_right_size_is_not_changed():
     array = pixels(0)
     image = decode(encode(array), name="x", size=SIZE)
     assert image.dtype == torch.uint8
@@ -87,17 +87,49 @@ def test_other_images_are_resized_and_cropped_as_torchvision_does(h, w):
     assert (apart > 0).mean() < 0.02
 
 
-@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "I;16"])
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1"])
 def test_every_mode_becomes_rgb(mode):
-    image = Image.fromarray(pixels(2))
-    image = image.convert("L").convert(mode) if mode == "I;16" else image.convert(mode)
+    image = Image.fromarray(pixels(2)).convert(mode)
     buffer = io.BytesIO()
     options = {"transparency": b"\0"} if mode == "P" else {}
     image.save(buffer, "JPEG" if mode == "CMYK" else "PNG", **options)
     assert decode(buffer.getvalue(), name="x", size=SIZE).shape == (3, SIZE, SIZE)
 
 
-def test_a_tensor_is_its_own_to_write(monkeypatch):
+GRADIENT = np.arange(2**16, dtype=np.uint16).reshape(256, 256)
+
+
+def png_of_16_bits(array):
+    """A PNG of uint16 levels, (H, W) grey or (H, W, 3) RGB; PIL writes only grey ones."""
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in array)
+    return png(array.shape[1], array.shape[0], rows, depth=16, colour=0 if array.ndim == 2 else 2)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        encode(GRADIENT, mode="I;16"),
+        png_of_16_bits(GRADIENT),
+        png_of_16_bits(np.stack([GRADIENT] * 3, 2)),
+        b"P5 256 256 65535\n" + GRADIENT.astype(">u2").tobytes(),
+        b"P6 256 256 65535\n" + np.stack([GRADIENT] * 3, 2).astype(">u2").tobytes(),
+    ],
+    ids=["png by PIL", "png grey", "png colour", "pgm", "ppm"],
+)
+def test_images_of_16_bits_are_scaled_to_8_bits_and_not_clipped_to_white(data):
+    image = decode(data, name="x", size=256).numpy().astype(int)
+    assert np.abs(image - GRADIENT // 256).max() <= 1  # some formats are rounded, others are cut off
+    assert image.min() == 0
+    assert image.max() == 255
+
+
+def test_floating_point_pixels_are_rejected():
+    data = b"Pf 8 8 -1.0\n" + np.full((8, 8), 300, dtype="<f4").tobytes()
+    with pytest.raises(ImageError, match="floating-point"):
+        decode(data, name="x", size=8)
+
+
+def test_a_decoded_image_shares_no_memory(monkeypatch):
     array = pixels(3, 1, 1)  # as contiguous in one order as in the other
     before = array.copy()
     monkeypatch.setattr(images, "_pixels", lambda *_: array)
@@ -160,12 +192,12 @@ def test_simplejpeg_gives_the_pixels_of_pil(both, data, tmp_path, monkeypatch):
 
 @with_simplejpeg
 @pytest.mark.parametrize("data", [encode(pixels(5), "JPEG", "CMYK"), encode(pixels(5), "JPEG", "L", subsampling=2)])
-def test_what_simplejpeg_does_not_read_is_left_to_pil(both, data):
+def test_pil_reads_what_simplejpeg_does_not(both, data):
     assert both(data).shape == (3, SIZE, SIZE)
 
 
 @with_simplejpeg
-def test_damage_to_a_jpeg_is_judged_by_pil(both):
+def test_pil_decides_about_damaged_jpegs(both):
     for cut in (len(JPEG) // 2, len(JPEG) - 2):
         assert "truncated" in both(JPEG[:cut])
     found = set()
@@ -179,7 +211,7 @@ def test_damage_to_a_jpeg_is_judged_by_pil(both):
 
 @with_simplejpeg
 @pytest.mark.parametrize(("h", "w"), [(40, 49), (41, 50), (50, 40)])
-def test_a_jpeg_of_another_size_than_was_checked_is_refused(h, w):
+def test_a_jpeg_of_another_size_than_was_checked_is_rejected(h, w):
     with pytest.raises(ValueError, match=r"size|small"):
         images._jpeg(io.BytesIO(JPEG), h, w)
 
@@ -190,16 +222,17 @@ def test_a_jpeg_of_another_size_than_was_checked_is_refused(h, w):
         (b"", "not an image"),
         (b"hello", "not an image"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image"),
+        (encode(pixels(3), "TIFF"), "not an image of a format that is read"),
         (encode(pixels(3), "JPEG")[:-200], "truncated"),
         (encode(pixels(3))[:-200], "truncated"),
-        (png_header(SIZE, SIZE), "truncated"),
-        (png_header(10_000, 10_000), "pixels"),
-        (png_header(2**31 - 1, 2**31 - 1), "pixels"),
+        (png(SIZE, SIZE), "truncated"),
+        (png(10_000, 10_000), "pixels"),
+        (png(2**31 - 1, 2**31 - 1), "pixels"),
         (b"P6 999999999 999999999 255\n", "pixels"),
         (encode(pixels(4, 40_000, 1)), "resized"),
     ],
 )
-def test_what_is_no_honest_image_is_refused_by_name(data, reason):
+def test_invalid_images_are_rejected_by_name(data, reason):
     with pytest.raises(ImageError, match=rf"some/name\.png: .*{reason}"):
         decode(data, name="some/name.png", size=224)
 
@@ -288,7 +321,7 @@ def test_a_tree_like_imagenet_c_with_other_classes(tmp_path):
     assert dataset.labels.tolist() == [0, 1]
 
 
-def test_what_is_missing_says_what_was_looked_for(tmp_path):
+def test_errors_for_missing_data_say_what_was_looked_for(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere.*200 synset folders.*hendrycks/imagenet-r"):
         open_dataset(tmp_path / "nowhere", kind="imagenet-r")
     with pytest.raises(FileNotFoundError, match="2235448"):
@@ -307,7 +340,7 @@ def test_what_is_missing_says_what_was_looked_for(tmp_path):
         open_dataset(tmp_path, on_error="ignore")
 
 
-def test_no_image_is_left_out_without_a_word(tmp_path):
+def test_images_outside_the_class_folders_are_an_error(tmp_path):
     root = tree(tmp_path / "a", ["cats"])
     Image.new("RGB", (8, 8)).save(root / "loose.png")
     with pytest.raises(ValueError, match=r"holds images \(loose.png, ...\) beside the folder cats"):
@@ -315,6 +348,40 @@ def test_no_image_is_left_out_without_a_word(tmp_path):
     tree(tmp_path / "b" / "2024", ["01"])
     with pytest.raises(ValueError, match=r"2024 holds no images but the folder 01"):
         open_dataset(tmp_path / "b")
+
+
+@pytest.mark.parametrize("folders", [["."], ["cats", "dogs"]])
+def test_tiff_files_are_left_out_with_one_warning(tmp_path, folders):
+    tree(tmp_path, folders)
+    for folder in folders:
+        for name in ("a.tif", "b.TIFF"):
+            (tmp_path / folder / name).write_bytes(encode(pixels(0), "TIFF"))
+    n = 2 * len(folders)
+    with pytest.warns(
+        UserWarning, match=rf"left out {n} image file\(s\) of other formats \(.*a\.tif, .*only JPEG, PNG"
+    ) as caught:
+        dataset = open_small(tmp_path)
+    assert len(caught) == 1
+    assert len(dataset) == n
+    assert len(list(dataset)) == n
+
+
+@pytest.mark.parametrize("folder", [".", "cats"])
+def test_a_folder_of_tiff_files_only_is_an_error(tmp_path, folder):
+    (tmp_path / folder).mkdir(exist_ok=True)
+    (tmp_path / folder / "a.tif").write_bytes(encode(pixels(0), "TIFF"))
+    with pytest.raises(FileNotFoundError, match=r"left out 1 image file\(s\) of other formats .*only JPEG, PNG"):
+        open_small(tmp_path)
+
+
+def test_tiff_members_of_a_tar_are_left_out_with_one_warning(tmp_path):
+    members = [("a.tif", encode(pixels(0), "TIFF")), ("a.cls", b"1")]
+    with pytest.raises(ValueError, match=r"no KEY\.jpg .*left out 1 image file\(s\) of other formats \(a\.tif"):
+        open_small(tar(tmp_path / "tiff.tar", members))
+    members += [("b.png", encode(pixels(0))), ("b.cls", b"1")]
+    with pytest.warns(UserWarning, match=r"left out 1 image file\(s\) of other formats \(a\.tif"):
+        dataset = open_small(tar(tmp_path / "both.tar", members))
+    assert dataset.names == ["b"]
 
 
 def test_unreadable_images_are_named_or_skipped_and_counted(tmp_path):
@@ -420,13 +487,13 @@ def link(kind, target):
         link(tarfile.LNKTYPE, "x"),
     ],
 )
-def test_members_outside_the_archive_are_refused(tmp_path, member):
+def test_tar_members_outside_the_archive_are_rejected(tmp_path, member):
     data = b"" if isinstance(member, tarfile.TarInfo) else b"x"
-    with pytest.raises(ValueError, match="refused"):
+    with pytest.raises(ValueError, match="rejected"):
         open_dataset(tar(tmp_path / "x.tar", [("ok.jpg", b"x"), (member, data)]))
 
 
-def test_a_shell_command_is_no_url(tmp_path):
+def test_a_shell_command_is_not_a_url(tmp_path):
     with pytest.raises(ValueError, match="scheme of a URL 'pipe'"):
         open_dataset(f"pipe:touch {tmp_path}/run; cat x.tar")
     assert not list(tmp_path.iterdir())
@@ -466,7 +533,7 @@ def test_unreadable_members_are_named_or_skipped(tmp_path):
     assert [name for name, _ in dataset.skipped] == ["b"]
 
 
-def test_a_member_that_claims_terabytes_is_refused(tmp_path):
+def test_a_tar_member_that_claims_terabytes_is_rejected(tmp_path):
     info = tarfile.TarInfo("a.jpg")
     info.size = 2**40
     (tmp_path / "x.tar").write_bytes(info.tobuf(tarfile.GNU_FORMAT) + bytes(1024))

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 import mgtta
-from mgtta.methods.create import RECIPES, recipe_settings
+from mgtta.methods.registry import recipe, recipes
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -69,9 +69,9 @@ def test_the_methods_page_is_the_registry():
     page = (ROOT / "docs" / "methods.md").read_text()
     assert page == written["updated"](page), "docs/methods.md is behind the recipes: run python docs/methods.py"
     parts = dict(re.findall(r"^### (\w+)\n(.*?)(?=^### |\Z)", page, re.MULTILINE | re.DOTALL))
-    assert list(parts) == list(RECIPES)
+    assert list(parts) == list(recipes())
     for name, part in parts.items():
-        for setting in recipe_settings(name):
+        for setting in recipe(name).settings:
             assert re.search(rf"`{setting}[=`]", part), f"{name}: {setting}"
         assert "**Needs:**" in part
         own = name == "noadapt" or name.startswith(("eq7", "mgtta"))  # no paper, or this one

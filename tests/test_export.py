@@ -28,7 +28,7 @@ def _files(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.JPEG"))}
 
 
-def test_tree(images, tmp_path):
+def test_corrupt_folder_writes_the_layout_of_imagenet_c(images, tmp_path):
     result = corrupt_folder(images, tmp_path / "out", **JOBS)
     files = _files(tmp_path / "out")
     assert (result.written, result.present, result.unreadable) == (20, 0, [])
@@ -39,7 +39,7 @@ def test_tree(images, tmp_path):
     assert json.loads((tmp_path / "out" / export.SETTINGS).read_text())["frost"] == "generated (6 textures)"
 
 
-def test_pixels_are_the_engine_s(images, tmp_path):
+def test_corrupt_folder_writes_the_pixels_of_corrupt(images, tmp_path):
     corrupt_folder(images, tmp_path / "out", **JOBS)
     paths = sorted(images.rglob("*.png"), key=lambda path: path.relative_to(images).as_posix())
     pixels = torch.from_numpy(export._pixels(paths[3], 32)).permute(2, 0, 1)[None]
@@ -49,7 +49,7 @@ def test_pixels_are_the_engine_s(images, tmp_path):
     assert written.read_bytes() == (tmp_path / "expected.jpg").read_bytes()
 
 
-def test_goes_on_after_a_stop(images, tmp_path, monkeypatch):
+def test_corrupt_folder_resumes_after_an_interrupt(images, tmp_path, monkeypatch):
     whole = tmp_path / "whole"
     corrupt_folder(images, whole, **JOBS)
 
@@ -74,7 +74,7 @@ def test_goes_on_after_a_stop(images, tmp_path, monkeypatch):
     assert corrupt_folder(images, out, **JOBS).present == 20
 
 
-def test_flat_folder_and_own_sizes(tmp_path):
+def test_corrupt_folder_keeps_the_sizes_of_a_flat_folder(tmp_path):
     (tmp_path / "in").mkdir()
     for name, size in (("a.png", (40, 50)), ("b.jpg", (33, 70)), ("small.png", (20, 20))):
         Image.new("RGB", size, (10, 200, 90)).save(tmp_path / "in" / name)
@@ -91,15 +91,32 @@ def test_unreadable_images_are_named_and_counted(images, tmp_path, monkeypatch):
     whole = (images / "class0" / "image0.png").read_bytes()
     (images / "class0" / "cut.png").write_bytes(whole[: len(whole) // 2])
     Image.new("L", (200, 200)).save(images / "class1" / "bomb.png")
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 30_000)
+    Image.new("RGB", (40, 40)).save(images / "class1" / "tiff.png", "TIFF")
+    monkeypatch.setattr("mgtta.data.images.MAX_PIXELS", 30_000)
     result = corrupt_folder(images, tmp_path / "out", **JOBS)
-    assert sorted(path.name for path, _ in result.unreadable) == ["bomb.png", "cut.png", "text.jpg"]
+    reasons = {path.name: reason for path, reason in result.unreadable}
+    assert sorted(reasons) == ["bomb.png", "cut.png", "text.jpg", "tiff.png"]
+    assert reasons["tiff.png"].startswith("not an image of a format that is read (JPEG, PNG")
+    assert reasons["bomb.png"].startswith("claims 200 x 200 pixels")
     assert result.written == 20
-    assert "3 unreadable" in str(result)
+    assert "4 unreadable" in str(result)
     assert "text.jpg" in str(result)
 
 
-def test_a_tree_has_one_kind_of_pixels(images, tmp_path):
+def test_tiff_files_are_left_out_with_a_warning(tmp_path):
+    (tmp_path / "in").mkdir()
+    Image.new("RGB", (40, 40)).save(tmp_path / "in" / "a.tif")
+    with pytest.raises(
+        FileNotFoundError, match=r"no images under .*left out 1 image file\(s\) of other formats \(a\.tif"
+    ):
+        corrupt_folder(tmp_path / "in", tmp_path / "out", **JOBS)
+    Image.new("RGB", (40, 40)).save(tmp_path / "in" / "b.png")
+    with pytest.warns(UserWarning, match=r"left out 1 image file\(s\) of other formats \(a\.tif"):
+        result = corrupt_folder(tmp_path / "in", tmp_path / "out", **JOBS)
+    assert result.written == 4
+
+
+def test_corrupt_folder_rejects_a_tree_of_other_settings(images, tmp_path):
     corrupt_folder(images, tmp_path / "out", **JOBS)
     with pytest.raises(ValueError, match=r"other settings .seed 0, now 1.: use another folder"):
         corrupt_folder(images, tmp_path / "out", seed=1, **JOBS)
@@ -108,7 +125,7 @@ def test_a_tree_has_one_kind_of_pixels(images, tmp_path):
         corrupt_folder(images, tmp_path / "out", **JOBS)
 
 
-def test_refusals(images, tmp_path):
+def test_corrupt_folder_rejects_invalid_arguments(images, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(ValueError, match="unknown corruption 'fogg'; choose from: gaussian_noise"):
         corrupt_folder(images, out, corruptions=["fogg"])
@@ -127,7 +144,7 @@ def test_refusals(images, tmp_path):
         corrupt_folder(images, out, **JOBS)
 
 
-def test_writes_nowhere_else(images, tmp_path):
+def test_corrupt_folder_does_not_follow_links_out_of_the_tree(images, tmp_path):
     out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
     elsewhere.mkdir()
     (out / "pixelate").mkdir(parents=True)
@@ -137,6 +154,6 @@ def test_writes_nowhere_else(images, tmp_path):
     assert not list(elsewhere.iterdir())
 
 
-def test_progress_bar(images, tmp_path, capsys):
+def test_corrupt_folder_shows_a_progress_bar(images, tmp_path, capsys):
     corrupt_folder(images, tmp_path / "out", corruptions=["contrast"], severities=[1], size=32)
     assert "corrupting" in capsys.readouterr().out

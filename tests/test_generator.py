@@ -4,6 +4,7 @@ from conftest import random_generator
 from transcription import generate, memorise, memory_loss, phi_of
 
 import mgtta
+from mgtta.fast.columns import generate as column_wise
 from mgtta.learned.generator import MEMORIES
 
 
@@ -28,6 +29,19 @@ def test_memorise_and_generate_agree_with_the_transcription(hidden_size):
             assert update[i].item() == pytest.approx(generate(z[i].tolist(), W, b, phi), abs=1e-12)
             torch.testing.assert_close(memory[i], torch.tensor(sum(W, []) + b, dtype=torch.float64), atol=1e-12, rtol=0)
     assert memory.shape == (n, d * d + d)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize(("hidden_size", "n"), [(1, 3), (8, 0), (8, 1), (8, 50)])
+def test_the_column_layout_agrees_with_the_plain_generator(memory, hidden_size, n):
+    generator = random_generator(hidden_size, memory).double()
+    plain = columns = generator.init_memory(n)
+    for _ in range(4):
+        z = torch.randn(n, 2, dtype=torch.float64)
+        update, plain = generator(z, plain)
+        same, columns = column_wise(generator, z, columns)
+        torch.testing.assert_close(same, update, atol=1e-12, rtol=0)
+        torch.testing.assert_close(columns, plain, atol=1e-12, rtol=0)
 
 
 def test_the_transcribed_write_lowers_its_own_loss():
@@ -87,9 +101,9 @@ def test_coordinates_do_not_see_each_other_and_nothing_is_hidden(memory):
     again, _ = generator(z, start)
     assert torch.equal(update, again)
     assert torch.equal(start, kept)
-    alone, alone_after = generator(z[2:3], start[2:3])
-    torch.testing.assert_close(alone, update[2:3], atol=1e-14, rtol=0)
-    torch.testing.assert_close(alone_after, after[2:3], atol=1e-14, rtol=0)
+    one, one_after = generator(z[2:3], start[2:3])
+    torch.testing.assert_close(one, update[2:3], atol=1e-14, rtol=0)
+    torch.testing.assert_close(one_after, after[2:3], atol=1e-14, rtol=0)
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
@@ -112,7 +126,7 @@ def test_the_memory_is_learned_from_its_start():
 
 
 @pytest.mark.parametrize("bad", [0, -1, 2.5, "8"])
-def test_a_hidden_size_that_is_none(bad):
+def test_an_invalid_hidden_size_is_refused(bad):
     with pytest.raises(ValueError, match="hidden_size"):
         mgtta.MetaGradientGenerator(hidden_size=bad)
 

@@ -12,8 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from mgtta.data import glyphs
-from mgtta.data.glyphs import CLASSES, CONTRAST, FONTS, SIZE, Glyphs, render, stencil
+from mgtta.data.glyphs import CLASSES, CONTRAST, FONTS, SIZE, TEST_SEED, Glyphs, drawing, render, stencil
 from mgtta.models.loading import vision_transformer
 
 LUMA = np.array([0.299, 0.587, 0.114])
@@ -48,7 +47,7 @@ def test_fonts_are_distinct():
         assert any(stencil(a, c).tobytes() != stencil(b, c).tobytes() for c in CLASSES)
 
 
-def test_an_image_depends_on_seed_and_index_alone():
+def test_an_image_depends_only_on_seed_and_index():
     forward = [render(i, seed=3) for i in range(20)]
     backward = [render(i, seed=3) for i in reversed(range(20))][::-1]
     for (a, x), (b, y) in zip(forward, backward, strict=True):
@@ -56,11 +55,11 @@ def test_an_image_depends_on_seed_and_index_alone():
         np.testing.assert_array_equal(a, b)
     assert not np.array_equal(render(0, seed=3)[0], render(0, seed=4)[0])
     assert not np.array_equal(render(0, seed=3)[0], render(1, seed=3)[0])
-    assert np.array_equal(render(5)[0], render(5, seed=glyphs.TEST_SEED)[0])
+    assert np.array_equal(render(5)[0], render(5, seed=TEST_SEED)[0])
 
 
-def test_other_processes_render_the_same(sample, monkeypatch):
-    monkeypatch.setattr(glyphs, "_CHUNK", 16)
+def test_other_processes_render_the_same_glyphs(sample, monkeypatch):
+    monkeypatch.setattr("mgtta.data.glyphs.dataset._CHUNK", 16)
     calls = []
     images, labels = Glyphs(40, seed=7).tensors(processes=2, progress=lambda *done: calls.append(done))
     assert torch.equal(images, sample[0][:40])
@@ -68,7 +67,7 @@ def test_other_processes_render_the_same(sample, monkeypatch):
     assert calls == [(16, 40), (32, 40), (40, 40)]
 
 
-def test_data_set():
+def test_glyphs_as_a_data_set():
     data = Glyphs(5, seed=2)
     assert len(data) == len(list(data)) == 5
     image, label = data[4]
@@ -100,8 +99,8 @@ def test_labels_are_balanced():
 def test_glyph_stands_out_from_background():
     sides = []
     for index in range(400):
-        rng, label = glyphs._start(7, index)
-        image, mask = glyphs._compose(rng, CLASSES[label])
+        rng, label = drawing.start(7, index)
+        image, mask = drawing._compose(rng, CLASSES[label])
         assert mask.sum() > 20
         full = mask.max()  # thin strokes of small glyphs never cover a pixel whole
         inside, outside = luma(image)[mask > 0.9 * full], luma(image)[mask == 0]
@@ -114,7 +113,7 @@ def test_glyph_stands_out_from_background():
 
 def test_colours_keep_their_distance():
     rng = np.random.default_rng(0)
-    colours = np.stack([glyphs._colours(rng) for _ in range(2000)])
+    colours = np.stack([drawing._colours(rng) for _ in range(2000)])
     assert colours.min() >= 0
     assert colours.max() <= 1 + 1e-6
     ink, ground, second, _ = (colours @ LUMA).T
@@ -177,7 +176,7 @@ def test_noise_has_the_given_strength(script):
     assert (std == 0).double().mean() == pytest.approx(0.5, abs=0.05)
 
 
-def test_training_learns(script, sample):
+def test_train_glyphs_learns(script, sample):
     args = script.parse(["--out", "unused", "--quick", "--lr", "6e-3", "--steps", "100", "--batch", "32"])
     torch.manual_seed(0)
     model = script.timm.models.VisionTransformer(
@@ -189,7 +188,7 @@ def test_training_learns(script, sample):
     assert script.accuracy(model, images, labels) > 60
 
 
-def test_script_runs(script, tmp_path, capsys, monkeypatch):
+def test_train_glyphs_script_runs(script, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(script, "CORRUPTIONS", ("gaussian_noise", "contrast"))  # two suffice to see it run
     monkeypatch.setattr(script, "VALIDATION_CORRUPTIONS", ("saturate",))
     words = ["--quick", "--device", "cpu", "--steps", "3", "--strength", "0.5", "1,noise=0.3"]
@@ -225,7 +224,7 @@ def test_a_plain_model_has_no_stem(script, tmp_path, monkeypatch):
     model.load_state_dict(load_file(tmp_path / "glyphs-plain-0.safetensors"))
 
 
-def test_unknown_strength_is_refused(script, tmp_path, capsys):
+def test_an_unknown_strength_is_rejected(script, tmp_path, capsys):
     with pytest.raises(SystemExit):
         script.parse(["--out", str(tmp_path), "--strength", "1", "1,nosie=2"])
     assert "nosie" in capsys.readouterr().err

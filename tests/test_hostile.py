@@ -33,7 +33,7 @@ def corpus(tmp_path_factory):
 @pytest.mark.parametrize("name", fuzz.TARGETS)
 @QUICK
 @given(seed=st.integers(0, 2**32))
-def test_mutations_are_read_or_refused(name, corpus, tmp_path_factory, seed):
+def test_mutated_files_are_read_or_rejected(name, corpus, tmp_path_factory, seed):
     draw = random.Random(seed)
     data = fuzz.mutated(draw.choice(corpus[name]), corpus[name], draw)
     fuzz.check(name, data, tmp_path_factory.mktemp("case"))
@@ -42,13 +42,13 @@ def test_mutations_are_read_or_refused(name, corpus, tmp_path_factory, seed):
 @pytest.mark.parametrize("name", fuzz.READERS)
 @QUICK
 @given(data=st.binary(max_size=300))
-def test_rubbish_is_refused(name, tmp_path_factory, data):
+def test_random_bytes_are_rejected(name, tmp_path_factory, data):
     fuzz.check(name, data, tmp_path_factory.mktemp("case"))
 
 
 @QUICK
 @given(words=st.lists(st.sampled_from(WORDS), max_size=6))
-def test_arguments_are_understood_or_refused(tmp_path_factory, words):
+def test_random_arguments_are_accepted_or_rejected(tmp_path_factory, words):
     fuzz.check("arguments", " ".join(words).encode(), tmp_path_factory.mktemp("case"))
 
 
@@ -61,7 +61,7 @@ def test_nothing_is_unpickled(corpus, tmp_path):
     assert not (tmp_path / "canary").exists()
 
 
-def test_a_headers_claim_is_not_believed(tmp_path):
+def test_false_sizes_in_a_header_are_rejected(tmp_path):
     with pytest.raises(ImageError, match=r"100000 x 100000 pixels|exceeds limit"):
         decode(fuzz._huge_png(), name="huge")
     header = json.dumps({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
@@ -71,7 +71,7 @@ def test_a_headers_claim_is_not_believed(tmp_path):
             read_tensors(tmp_path / "claim")
 
 
-def test_a_tar_member_that_is_huge_or_outside_is_refused(tmp_path):
+def test_a_tar_member_that_is_huge_or_outside_is_rejected(tmp_path):
     for i, data in enumerate(fuzz._tars()):
         path = tmp_path / f"{i}.tar"
         path.write_bytes(data)
@@ -85,7 +85,7 @@ def test_a_tar_member_that_is_huge_or_outside_is_refused(tmp_path):
                 sample.image.read()
 
 
-def test_only_what_was_named_is_written(tmp_path, monkeypatch):
+def test_reading_writes_no_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with tarfile.open("in.tar", "w") as tar:
         tar.add(fuzz.GOLDEN / "0.1" / "expected.json", "a.png")
@@ -94,7 +94,7 @@ def test_only_what_was_named_is_written(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["in.tar"]
 
 
-def test_a_state_with_lies_and_a_right_hash_changes_nothing(tmp_path):
+def test_a_false_state_with_a_valid_hash_is_loaded_whole_or_not_at_all(tmp_path):
     """Whatever a state says, it is loaded whole or not at all, and the method still works."""
     data = (fuzz.GOLDEN / "0.1" / "state.safetensors").read_bytes()
     for seed in range(60):

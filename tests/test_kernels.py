@@ -1,4 +1,4 @@
-"""Ways back: the formulas against autograd, and the kernels against the formulas."""
+"""Backward passes: the formulas against autograd, and the kernels against the formulas."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def case(n, length, d, device="cpu", dtype=torch.float32):
     return (grad, z.float(), scale.float(), weight.detach().float(), through, tap), expected
 
 
-def test_queries_keys_and_values_on_their_way_back():
+def test_backward_pass_of_queries_keys_and_values():
     random = torch.Generator().manual_seed(0)
     h, weight = (torch.randn(*shape, generator=random) for shape in ((2, 5, 8), (24, 8)))
     h.requires_grad_()
@@ -35,7 +35,7 @@ def test_queries_keys_and_values_on_their_way_back():
     torch.library.opcheck(qkv_backward, (*grads, weight), test_utils=("test_schema", "test_faketensor"))
 
 
-def test_the_formulas_are_autograds():
+def test_layer_norm_backward_formulas_agree_with_autograd():
     given, expected = case(3, 5, 24)
     for found, value in zip(plain_norm_backward(*given), expected, strict=True):
         torch.testing.assert_close(found.double(), value, atol=1e-5, rtol=1e-5)
@@ -44,7 +44,7 @@ def test_the_formulas_are_autograds():
         assert torch.equal(a, b)
 
 
-def test_gelu_and_its_slope():
+def test_gelu_and_its_slope_agree_with_autograd():
     x = torch.linspace(-9, 9, 4001, dtype=torch.float64, requires_grad=True)
     expected = torch.nn.functional.gelu(x)
     [slope] = torch.autograd.grad(expected.sum(), x)
@@ -62,7 +62,7 @@ def frozen_mlp(d=16, hidden=48, bias=True):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("rounded", "tolerance"), [(False, 0.005), (True, 0.1)])
-def test_an_mlp_there_and_back(bias, rounded, tolerance):
+def test_mlp_forward_and_backward_agree_with_autograd(bias, rounded, tolerance):
     first, second = frozen_mlp(bias=bias)
     weights = mlp.float8_weights(first.weight, second.weight) if rounded else None
     random = torch.Generator().manual_seed(1)
@@ -81,12 +81,12 @@ def test_an_mlp_there_and_back(bias, rounded, tolerance):
     assert ((a - e).norm(dim=-1) < tolerance * e.norm(dim=-1)).all()  # each token's
 
 
-def test_8_bits_hold_any_gradient():
-    """The scale of a row is known before the row: no value is beyond it, and nothing becomes something."""
+def test_float8_backward_of_any_gradient_is_finite():
+    """The scale of a row is known before the row: no value exceeds it, and zeros stay zeros."""
     first, second = frozen_mlp()
     weights = mlp.float8_weights(first.weight, second.weight)
     steepest = torch.full((1, 16, 48), 255, dtype=torch.uint8)
-    along = second.weight.T[second.weight.norm(dim=0).argmax()] * 1e6  # what meets the largest column fully
+    along = second.weight.T[second.weight.norm(dim=0).argmax()] * 1e6  # parallel to the longest column
     grads = torch.stack([along, torch.zeros(16), torch.full((16,), 1e-38), *1e30 * torch.eye(16)[:13]])[None]
     assert mlp.float8_backward(grads, steepest, weights).isfinite().all()
     assert not mlp.float8_backward(grads, steepest, weights)[0, 1].any()
@@ -95,8 +95,8 @@ def test_8_bits_hold_any_gradient():
     assert not mlp.float8_backward(grads, steepest, none).any()
 
 
-def test_values_that_grow_when_they_are_rounded_stay_within_8_bits():
-    """The largest product there can be: g along a column of W2, both of values that are rounded up."""
+def test_float8_values_that_round_up_do_not_overflow():
+    """The largest possible product: g parallel to a column of W2, both with values that are rounded up."""
     column = torch.full((16,), 1.07 * 256)  # to 288; the largest value is exact
     column[0] = 448.0
     w2 = column[:, None].expand(16, 16).contiguous()
@@ -107,7 +107,7 @@ def test_values_that_grow_when_they_are_rounded_stay_within_8_bits():
     assert (product * (255 / mlp.STEPS + mlp.LOWEST)).max() <= mlp.LARGEST
 
 
-def test_gelus_kernel_says_what_it_gives():
+def test_gelu_operator_declares_its_outputs():
     first, _ = frozen_mlp()
     for sloped in (True, False):
         given = (torch.randn(2, 5, 16), first.weight, first.bias, sloped)
@@ -118,7 +118,7 @@ def test_gelus_kernel_says_what_it_gives():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("shape", [(2, 5, 24), (3, 197, 768)])
-def test_gelus_kernel_is_its_plain_twin(shape):
+def test_gelu_kernel_agrees_with_the_plain_version(shape):
     random = torch.Generator("cuda").manual_seed(0)
     h = 3 * torch.randn(*shape, generator=random, device="cuda", dtype=torch.bfloat16)
     weight = torch.eye(shape[-1], device="cuda", dtype=torch.bfloat16)
@@ -132,7 +132,7 @@ def test_gelus_kernel_is_its_plain_twin(shape):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("shape", [(3, 5, 24), (64, 197, 192), (2, 1, 768), (5, 197, 1024)])
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_the_kernel_is_its_plain_twin(shape, kept):
+def test_layer_norm_kernel_agrees_with_the_plain_version(shape, kept):
     (grad, z, *more, tap), _ = case(*shape, device="cuda", dtype=torch.bfloat16)
     for last in (tap, torch.cat([tap, tap], 1)[:, : shape[-1]], tap[:1, :1].expand_as(tap), None):  # of any strides
         found, expected = (f(grad, z.to(kept), *more, last) for f in (norm_backward, plain_norm_backward))
@@ -143,7 +143,7 @@ def test_the_kernel_is_its_plain_twin(shape, kept):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_products_of_8_bits_are_their_plain_twins():
+def test_float8_products_agree_with_the_plain_version():
     if not mlp.multiplies_float8(torch.device("cuda")):
         assert torch.cuda.get_device_capability() != (9, 0), "an H100 does"
         pytest.skip("this GPU does not")
@@ -160,7 +160,7 @@ def test_products_of_8_bits_are_their_plain_twins():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("rows", "d", "hidden"), [((3, 197), 192, 768), ((1, 5), 16, 48), ((2, 129), 208, 336)])
-def test_a_product_and_the_slope_in_one_kernel_are_their_plain_twin(rows, d, hidden):
+def test_fused_sloped_product_agrees_with_the_plain_version(rows, d, hidden):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the kernel is for a Hopper")
     random = torch.Generator("cuda").manual_seed(0)

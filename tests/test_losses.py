@@ -38,14 +38,14 @@ def test_entropy_of_extreme_logits():
     assert logits.grad.isfinite().all()
 
 
-def test_one_image_counts_the_means_alone():
+def test_discrepancy_of_one_image_has_only_the_means():
     _, features, mean, std = problem(1)
     expected = sum((f[0] - m).square().sum() for f, m in zip(features, mean, strict=True))
     torch.testing.assert_close(discrepancy(features, mean, std), expected)
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_gradients_are_finite_for_tiny_batches_and_twins(n):
+def test_gradients_are_finite_for_tiny_batches_and_equal_images(n):
     logits, features, mean, std = problem(1)
     features = [f.repeat(n, 1).requires_grad_() for f in features]  # no spread at all
     logits = logits.repeat(n, 1).requires_grad_()

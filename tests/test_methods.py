@@ -9,19 +9,19 @@ from conftest import CLASSES, NETS, confident_vit, images, random_generator, vit
 
 import mgtta
 from mgtta._lib.files import read_tree, write_tree
-from mgtta.adaptation.method import GradientMethod
 from mgtta.methods.bn import BatchNormStatistics
 from mgtta.methods.cotta import CoTTA
-from mgtta.methods.create import RECIPES
 from mgtta.methods.foa import FOA
 from mgtta.methods.lame import LAME
 from mgtta.methods.mgtta_plus import MGTTAPlus
+from mgtta.methods.registry import recipes
 from mgtta.methods.roid import ROID
 from mgtta.methods.t3a import T3A
 
 GRADIENT_FREE = (BatchNormStatistics, FOA, LAME, T3A)  # their logits are not the plain model's
 OWN_LOGITS = (CoTTA, MGTTAPlus, ROID)  # nor those of CoTTA's teacher; the others correct theirs
-GRADIENT = [name for name in RECIPES if "lr" in RECIPES[name].__code__.co_varnames]
+RECIPES = recipes()
+GRADIENT = [name for name, recipe in RECIPES.items() if recipe.descent is not None]
 OPEN = {  # filters that let all images pass, since random weights leave none; and CoTTA with views, but few
     "cotta": {"confidence": 1.0, "augmentations": 2},
     "deyo": {"entropy_threshold": 1.1, "plpd_threshold": -1.0},
@@ -36,7 +36,7 @@ CANNOT = {
 
 
 def make(name, model, **settings):
-    parameters = RECIPES[name].__code__.co_varnames
+    parameters = RECIPES[name].settings
     if "source" in parameters:
         settings.setdefault("source", mgtta.source_statistics(model, images(16, seed=99)))
     if "generator" in parameters:
@@ -181,7 +181,7 @@ def test_learning_lowers_the_objective(name):
     method = make(name, mgtta.load_model(confident_vit()), lr=1e-3, **settings)
     if name == "spa":
         method.surer = lambda target, _twin: torch.ones(len(target), dtype=torch.bool)
-    assert isinstance(method, GradientMethod)
+    assert method.optimizer is not None
     x = images(8)
     first = objective(method, x)
     for _ in range(40 if name == "spa" else 20):

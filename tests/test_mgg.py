@@ -1,4 +1,5 @@
 import copy
+import io
 import pickle
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 from transcription import SlowMGG, phi_of
 
 import mgtta
-from mgtta.learned.optimizer import generator_inputs
+from mgtta.learned.optimizer import PER_COORDINATE, generator_inputs
 from mgtta.losses import objective
 
 
@@ -137,7 +138,7 @@ def test_in_place_and_without_grad_skipped_and_added_later(generator):
     assert a.grad is None
 
 
-def test_a_late_parameter_moves_as_if_it_were_alone(generator):
+def test_a_parameter_added_later_moves_as_if_it_were_the_only_one(generator):
     a, b = parameters(4, 4)
     alone = nn.Parameter(b.detach().clone())
     optimizer, single = mgtta.MGG([a, b], generator.double()), mgtta.MGG([alone], generator.double())
@@ -284,29 +285,45 @@ def test_pickled_and_copied(generator):
         assert int(twin.state[p]["step"]) == 2
 
 
-def test_the_state_stays_a_view_of_one_flat_tensor_until_it_is_loaded():
-    params = [torch.nn.Parameter(torch.randn(3, 2)), torch.nn.Parameter(torch.randn(4))]
-    optimizer = mgtta.MGG(params, mgtta.MetaGradientGenerator(), lr=1e-3)
+def views_of_one_storage(optimizer):
+    """Let the states be views of one vector each, as the fast path lays them out."""
+    for name in PER_COORDINATE:
+        states = list(optimizer.state.values())
+        whole = torch.cat([state[name].flatten() for state in states])
+        parts = whole.split([state[name].numel() for state in states])
+        for state, part in zip(states, parts, strict=True):
+            state[name] = part.view_as(state[name])
 
-    def step():
-        for p in params:
-            p.grad = torch.ones_like(p)
-        optimizer.step()
 
-    def storages():
-        return {optimizer.state[p]["memory"].untyped_storage().data_ptr() for p in params}
+@pytest.mark.parametrize("laid_out", [False, True], ids=["own storage", "views"])
+def test_pickled_size_is_the_size_of_the_state(generator, laid_out):
+    params = parameters(*[64] * 20, dtype=torch.float32)
+    optimizer = mgtta.MGG(params, generator)
+    set_grads(params, 0)
+    optimizer.step()
+    if laid_out:
+        views_of_one_storage(optimizer)
+    floats = 20 * 64 * (1 + 2 + 72)  # parameters, moments and memory
+    dumped = pickle.dumps(optimizer)
+    assert len(dumped) < 4 * floats + 200_000
+    saved = io.BytesIO()
+    torch.save(optimizer.state_dict(), saved)
+    assert saved.tell() < 4 * floats + 100_000
+    twins = pickle.loads(dumped), copy.deepcopy(optimizer)
+    set_grads(params, 1)
+    optimizer.step()
+    for twin in twins:
+        own = twin.param_groups[0]["params"]
+        set_grads(own, 1)
+        twin.step()
+        assert all(torch.equal(p, q) for p, q in zip(params, own, strict=True))
 
-    step()
-    [first] = storages()
-    step()
-    assert storages() == {first}
-    taken = copy.deepcopy(optimizer.state_dict())
-    step()
-    after = [p.detach().clone() for p in params]
-    optimizer.load_state_dict(taken)
-    assert first not in storages()
-    for p, value in zip(params, after, strict=True):
-        p.data.copy_(value)
-    step()
-    assert len(storages()) == 1
-    assert all(int(optimizer.state[p]["step"]) == 3 for p in params)
+
+@pytest.mark.slow
+def test_pickled_size_of_a_used_method(generator):
+    model = mgtta.load_model("vit_tiny_patch16_224", pretrained=False, img_size=32)
+    method = mgtta.create("mgtta", model, source=mgtta.source_statistics(model, images(4)), generator=generator)
+    method(images(4))
+    weights = sum(p.numel() for p in model.parameters())
+    n = sum(p.numel() for p in mgtta.norm_parameters(model))
+    assert len(pickle.dumps(method)) < 1.1 * 4 * (weights + n * (1 + 2 + 72)) + 1_000_000

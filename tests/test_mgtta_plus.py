@@ -1,5 +1,6 @@
 """MGTTA+: each piece against its definition, and what holds at its edges."""
 
+import copy
 import math
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from conftest import CLASSES, NETS, images, random_generator, vit
 
 import mgtta
-from mgtta.methods.mgtta_plus import MEMORY, PRIOR
+from mgtta.methods.mgtta_plus import MEMORY_IMAGES as MEMORY
+from mgtta.methods.mgtta_plus import PRIOR_IMAGES as PRIOR
 
 
 def make(model, **settings):
@@ -114,3 +116,38 @@ def test_the_papers_generator_has_its_name():
     paper, shipped = mgtta.load_generator("paper"), mgtta.load_generator("imagenet")
     assert sum(p.numel() for p in paper.parameters()) == 164
     assert all(torch.equal(a, b) for a, b in zip(paper.parameters(), shipped.parameters(), strict=True))
+
+
+def test_the_running_mean_follows_every_batch_of_a_scheduled_stream(model):
+    """A schedule rests from learning, not from looking."""
+    method = make(model, schedule="auto", precision="fp32")
+    for t in range(16):
+        method(images(4, seed=t))
+    assert method.updates < 16
+    assert method.method.images == 64
+
+
+def test_it_moves_with_its_source_statistics(model):
+    """The statistics are of the model before it moved; the documented call works wherever the model is."""
+    source = mgtta.source_statistics(model, images(16, seed=99))
+    elsewhere = mgtta.create("mgtta+", copy.deepcopy(model).double(), source=source, generator=random_generator())
+    here = mgtta.create("mgtta+", model, source=source, generator=random_generator())
+    for t in range(3):
+        expected = here(images(4, seed=t))
+        torch.testing.assert_close(elsewhere(images(4, seed=t)).float(), expected, atol=1e-3, rtol=1e-3)
+    here.double()
+    assert here(images(4, seed=3)).dtype == torch.float64
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "auto"])
+def test_statistics_on_the_cpu_serve_a_model_on_the_gpu(model, precision):
+    source = mgtta.source_statistics(model, images(16, seed=99))
+    settings = {"source": source, "generator": random_generator(), "precision": precision}
+    method = mgtta.create("mgtta+", copy.deepcopy(model).to("cuda"), **settings)
+    assert method(images(4)).is_cuda
+    moved = mgtta.create("mgtta+", model, source=source, generator=random_generator())
+    moved(images(4))
+    moved.to("cuda")
+    torch.testing.assert_close(moved(images(4, seed=1)), method(images(4, seed=1)), atol=5e-2, rtol=5e-2)

@@ -1,3 +1,7 @@
+import copy
+import pickle
+import warnings
+
 import pytest
 import torch
 from conftest import CLASSES, convnet, images, vit
@@ -19,7 +23,7 @@ def test_a_timm_name_brings_its_own_normalisation():
     assert mgtta.load_model("vit_tiny_patch16_224", pretrained=False, **SMALL).std.flatten().tolist() == [0.5] * 3
 
 
-def test_a_module_of_ones_own_is_copied_and_fed_as_is():
+def test_a_users_module_is_copied_and_takes_images_as_they_are():
     net = convnet("group")
     model = mgtta.load_model(net)
     x = images(4)
@@ -29,7 +33,7 @@ def test_a_module_of_ones_own_is_copied_and_fed_as_is():
     assert net[0].weight.abs().sum() > 0
 
 
-def test_layers_of_a_vit_are_the_papers(model):
+def test_feature_layers_of_a_vit_are_the_papers(model):
     """Class token after the next block's first norm; after the final norm for the last layer."""
     x = images(4)
     logits, features = model.features(x)
@@ -47,7 +51,7 @@ def test_layers_of_a_vit_are_the_papers(model):
     assert torch.equal(logits, model(x))
 
 
-def test_without_a_class_token_the_tokens_are_averaged():
+def test_features_without_a_class_token_average_the_tokens():
     model = mgtta.load_model("vit_tiny_patch16_224", pretrained=False, class_token=False, global_pool="avg", **SMALL)
     x = images(4)
     _, features = model.features(x)
@@ -66,7 +70,7 @@ def test_without_a_class_token_the_tokens_are_averaged():
     ],
 )
 @pytest.mark.slow
-def test_families_of_timm(name, layers):
+def test_features_of_timm_families(name, layers):
     model = mgtta.load_model(name, pretrained=False, num_classes=7)
     logits, features = model.use_batch_statistics().features(torch.rand(2, 3, 224, 224))
     assert logits.shape == (2, 7)
@@ -82,7 +86,7 @@ def test_class_subset():
 
 
 @pytest.mark.parametrize("classes", [[0, CLASSES], [1], [0, 0, 1], [-1, 2], [0.5, 1.7], "12"])
-def test_a_class_subset_that_cannot_be(classes):
+def test_an_invalid_class_subset_is_refused(classes):
     with pytest.raises(ValueError, match="classes"):
         mgtta.load_model(vit(), classes=classes)
 
@@ -234,7 +238,7 @@ class Odd(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def test_odd_modules_of_ones_own():
+def test_odd_user_modules():
     model = mgtta.load_model(Odd())
     x = torch.rand(4, 9, 9)
     source = mgtta.source_statistics(model, x)
@@ -259,14 +263,14 @@ class Encoder(nn.Module):
         return self.head(out.mean(1 if self.batch_first else 0))
 
 
-def test_features_of_a_sequence_first_transformer_are_its_twins():
+def test_features_of_a_sequence_first_transformer_equal_those_of_a_batch_first_one():
     x = torch.rand(4, 8, 3, 3)
     first, second = (mgtta.load_model(Encoder(b)).features(x)[1] for b in (True, False))
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(a, b)
 
 
-def test_a_vit_inside_a_module_of_ones_own_keeps_the_papers_layers(model):
+def test_a_vit_inside_a_users_module_keeps_the_papers_layers(model):
     wrapped = mgtta.load_model(nn.Sequential(vit()))
     x = images(4)
     for a, b in zip(wrapped.features(x)[1], model.features(x)[1], strict=True):
@@ -308,7 +312,7 @@ def test_a_module_that_is_called_module_loads_its_own_weights(tmp_path):
     assert torch.equal(mgtta.load_model(vit(), checkpoint=tmp_path / "c.pth")(x), vit(seed=3)(x))
 
 
-def test_models_that_do_not_serve():
+def test_models_without_norm_layers_or_classes_are_refused():
     with pytest.raises(ValueError, match="no normalisation layer"):
         mgtta.load_model(nn.Sequential(nn.Flatten(), nn.Linear(12, 3)))
     with pytest.raises(ValueError, match="no normalisation layer"):
@@ -336,3 +340,118 @@ def test_fingerprint():
         nudged.norm.weight[0] += 1e-4
     assert model.fingerprint() != mgtta.load_model(nudged).fingerprint()
     assert model.fingerprint() != mgtta.load_model(vit(), mean=[0.5] * 3, std=[0.5] * 3).fingerprint()
+
+
+# --- images that are already normalised
+
+
+def deit():
+    return mgtta.load_model("deit_tiny_patch16_224", pretrained=False, **SMALL)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [(images(4) - 0.45) / 0.22, images(4) * 255, images(4) * 2 - 1],
+    ids=["normalised", "0-255", "-1 to 1"],
+)
+def test_float_images_outside_0_1_are_warned_about_once(x):
+    model = deit()
+    with pytest.warns(UserWarning, match=r"outside \[0, 1\].*uint8.*load_model\(\.\.\., normalised=True\)"):
+        model(x)
+    model(x)  # a second warning would be an error here
+    with pytest.warns(UserWarning, match="outside"):
+        deit().features(x)
+
+
+def test_images_as_they_should_be_bring_no_warning():
+    model = deit()
+    model(images(4))
+    model((images(4) * 255).to(torch.uint8))
+    model(images(4) + 0.1 * torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)).clamp(-1, 1))
+    mgtta.load_model(vit())((images(4) - 0.45) / 0.22)  # no mean and std are known
+    for value in (float("inf"), float("nan")):
+        deit()(torch.full((2, 3, 32, 32), value))  # not finite: another matter
+
+
+def test_only_the_first_batches_are_looked_at():
+    model = deit()
+    for _ in range(3):
+        model(images(2))
+    model(images(2) * 255)
+    late = deit()
+    late(images(2))
+    with pytest.warns(UserWarning, match="outside"):
+        late(images(2) * 255)
+
+
+def test_a_method_warns_about_normalised_images():
+    method = mgtta.create("tent", deit())
+    with pytest.warns(UserWarning, match="outside"):
+        method((images(4) - 0.45) / 0.22)
+
+
+def test_normalised_images_go_to_the_network_as_they_are():
+    plain = deit()
+    torch.manual_seed(0)
+    model = mgtta.load_model("deit_tiny_patch16_224", pretrained=False, normalised=True, **SMALL)
+    model.net.load_state_dict(plain.net.state_dict())
+    x = images(4)
+    given = (x - plain.mean) / plain.std
+    assert model.mean is None
+    assert model.std is None
+    assert model.normalised
+    assert torch.equal(model(given), plain(x))
+    assert copy.deepcopy(model).normalised
+    assert pickle.loads(pickle.dumps(model)).normalised
+    with pytest.raises(TypeError, match="uint8 images are not normalised"):
+        model((x * 255).to(torch.uint8))
+    with pytest.raises(ValueError, match="normalised=True"):
+        mgtta.load_model(vit(), mean=[0.5] * 3, std=[0.5] * 3, normalised=True)
+    method = mgtta.create("tent", model)
+    method(given)
+    assert method.updates == 1
+
+
+# --- outputs that are not logits, and wrapped modules
+
+
+def test_a_head_of_one_logit_names_the_remedy():
+    net = convnet("group")
+    net[-1] = nn.Linear(16, 1)
+    with pytest.raises(ValueError, match=r"one logit.*torch\.cat\(\[-z, z\], dim=1\) / 2"):
+        mgtta.load_model(net)(images(2))
+    with pytest.raises(ValueError, match="one logit"):
+        mgtta.load_model("vit_tiny_patch16_224", pretrained=False, **{**SMALL, "num_classes": 1})
+
+
+def test_the_remedy_for_one_logit_is_right():
+    z = torch.tensor([[-3.0], [0.2], [5.0]])
+    torch.testing.assert_close((torch.cat([-z, z], dim=1) / 2).softmax(1)[:, 1:], z.sigmoid())
+
+
+def test_softmax_outputs_are_warned_about_once():
+    model = mgtta.load_model(nn.Sequential(*convnet("group"), nn.Softmax(1)))
+    with pytest.warns(UserWarning, match="look like softmax probabilities.*logarithm"):
+        model(images(4))
+    model(images(4))
+    mgtta.load_model(nn.Sequential(*convnet("group"), nn.LogSoftmax(1)))(images(4))
+
+
+def test_a_compiled_module_is_unwrapped():
+    net = convnet("group")
+    own = mgtta.load_model(net)
+    compiled, compiled_classifier = (torch.compile(module, backend="eager") for module in (net, own))
+    model = mgtta.load_model(compiled)
+    assert type(model.net) is nn.Sequential
+    assert torch.equal(model(images(4)), net(images(4)))
+    assert type(mgtta.create("tent", compiled_classifier).model) is mgtta.Classifier
+    with pytest.raises(ValueError, match="already"):
+        mgtta.load_model(compiled_classifier)
+
+
+def test_a_torchscript_module_is_refused():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about TorchScript
+        traced = torch.jit.trace(convnet("group"), images(2))
+    with pytest.raises(ValueError, match=r"TorchScript module cannot adapt.*give the nn\.Module"):
+        mgtta.load_model(traced)

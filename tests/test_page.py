@@ -12,7 +12,7 @@ from made_up import budgets, fake, table_1
 from mgtta import cli
 from mgtta.bench.store import Store
 from mgtta.data.glyphs import Glyphs
-from mgtta.methods.create import RECIPES
+from mgtta.methods.registry import recipes
 from mgtta.report import page, sections, write_report
 from mgtta.report.charts import POINTS, running_accuracy
 from mgtta.report.examples import Example, Prediction, data_uri, embedded_examples
@@ -163,7 +163,7 @@ def test_little_is_enough(records):
 @pytest.mark.usefixtures("small")
 def test_no_two_methods_look_alike():
     few = ("noadapt", "tent", "eq7_adam", "mgtta_plus")
-    records = [*table_1(RECIPES, 1, ("fog",)), *(fake(m, "mixed", experiment="mixed") for m in few)]
+    records = [*table_1(recipes(), 1, ("fog",)), *(fake(m, "mixed", experiment="mixed") for m in few)]
     rows = [fake("tent", experiment="ablation", settings={"lr": k}) for k in range(12)]
     looks: dict[str, set] = {}
     for name, chart in charts_of(page.page(sections([*records, *rows]))).items():
@@ -175,7 +175,7 @@ def test_no_two_methods_look_alike():
             assert len(set(lines.values())) == len(set(markers.values())) == len(own), name
             for method, line in lines.items():
                 looks.setdefault(method, set()).add((line, markers[method]))
-    assert set(looks) == set(RECIPES)
+    assert set(looks) == set(recipes())
     assert all(len(look) == 1 for look in looks.values())  # the same in all charts
     assert {line[1] for method in few for line, _ in looks[method]} == {"solid"}  # those seen most: by colour
 
@@ -407,7 +407,7 @@ def test_hovering_names_the_curves(browser, report_file):
 def full_file(tmp_path_factory):
     """All methods, many learning rates, and long names."""
     rates = [k * 10.0**-e for e in range(2, 6) for k in (1, 2.5, 5)]
-    swept = [fake(m, experiment="sweep", settings={"lr": lr}) for m in RECIPES for lr in rates]
+    swept = [fake(m, experiment="sweep", settings={"lr": lr}) for m in recipes() for lr in rates]
     long = [
         fake(
             "mgtta",
@@ -418,7 +418,7 @@ def full_file(tmp_path_factory):
         for lr in rates
         for n in (64, 128)
     ]
-    records = [*table_1(RECIPES, peak_memory=10**9), *swept, *long]
+    records = [*table_1(recipes(), peak_memory=10**9), *swept, *long]
     return write_report(store(tmp_path_factory.mktemp("full"), records), examples=False)
 
 

@@ -6,7 +6,7 @@ import pytest
 from made_up import budgets, fake, table_1
 
 from mgtta.data.corruptions import CORRUPTIONS
-from mgtta.methods.create import RECIPES
+from mgtta.methods.registry import recipes
 from mgtta.report import sections
 from mgtta.report.published import beside, published
 from mgtta.report.tables import markdown_report
@@ -52,7 +52,7 @@ def test_published_tables_agree_with_each_other():
 def test_published_tables_are_whole():
     assert len({table["table"] for table in published()["tables"]}) == 12
     for table in published()["tables"]:
-        assert {row.partition(",")[0] for row in table["rows"]} <= set(RECIPES)
+        assert {row.partition(",")[0] for row in table["rows"]} <= set(recipes())
         assert len({tuple(row) for row in table["rows"].values()}) == 1
         assert {"model", "normalisation", "images", "batch_size", "severity"} <= table["footing"].keys()
         for row in table["rows"].values():

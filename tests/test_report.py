@@ -77,7 +77,7 @@ def test_what_cannot_be_compared_is_kept_apart():
 def test_rows_are_told_apart_by_what_differs_and_by_nothing_else():
     records = [fake("tent", "fog"), fake("tent", "fog", settings={"lr": 0.1}), fake("mgtta", "fog", settings={"lr": 1})]
     [section] = sections(records)
-    assert list(section.rows) == ["tent", "tent, lr 0.1", "mgtta"]
+    assert list(section.rows) == ["mgtta", "tent", "tent, lr 0.1"]
     limited = [fake("mgtta", experiment="runtime"), fake("mgtta", experiment="runtime", max_updates=20)]
     assert list(sections(limited)[0].rows) == ["mgtta", "mgtta, 20 updates"]
     per_domain = [fake("mgtta", d, experiment="variants", severity=0, settings=s)
@@ -273,13 +273,13 @@ def test_of_learning_rates_the_best_of_each_row_is_marked():
     assert r"tent & \textbf{50.0} & 40.0 \\" in latex(records)
     assert "Bold: the best of a row." in markdown_report(sections(records))
     shown = page._shown(sections(records)[0], "s0", [])
-    assert [[c["best"] for c in row["cells"]] for row in shown["rows"]] == [[True, False], [False, True]]
+    assert [[c["best"] for c in row["cells"]] for row in shown["rows"]] == [[False, True], [True, False]]
 
 
 def test_learning_rates_that_were_chosen_are_told():
     swept = {"chosen_from": [0.1, 0.2, 0.3]}
     records = [fake("noadapt"), *(fake(m, settings={"lr": lr}, **swept) for m, lr in (("mgtta", 0.2), ("tent", 0.001)))]
-    words = "Learning rates, each chosen from 3: tent 0.001, mgtta 0.2."
+    words = "Learning rates, each chosen from 3: mgtta 0.2, tent 0.001."
     [section] = sections(records)
     assert words in markdown_report([section])
     assert words in latex(records)
@@ -296,7 +296,7 @@ def test_learning_rates_that_were_chosen_are_told():
         ({"tent": [50.0, 60.0]}, "Highest: tent, 60.0 % (maximum updates: 2)."),
         ({"tent": [60.0, 60.0]}, "Highest: tent, 60.0 % (maximum updates: 1, 2)."),
         ({"tent": [60.0, 50.0, 60.0], "mgtta": [0.0] * 3}, "Highest: tent, 60.0 % (maximum updates: 1, 3)."),
-        ({"tent": [60.0, 50.0], "mgtta": [0.0, 60.0]}, "Highest: tent and mgtta, 60.0 % (maximum updates: 1, 2)."),
+        ({"tent": [60.0, 50.0], "mgtta": [0.0, 60.0]}, "Highest: mgtta and tent, 60.0 % (maximum updates: 1, 2)."),
     ],
 )
 def test_headlines_of_columns(values, words):

@@ -40,7 +40,7 @@ class Pretended(Alone):
         return max(number, self._most)
 
 
-def test_every_shard_is_one_ranks():
+def test_every_shard_belongs_to_one_rank():
     for n in NUMBERS:
         for ranks in NUMBERS:
             parts = [split([str(i) for i in range(n)], (rank, ranks)) for rank in range(ranks)]
@@ -94,7 +94,7 @@ def test_only_shards_are_split_and_every_rank_needs_an_image_of_a_batch(shards, 
             split_stream(mine, Pretended(1, 3, 1), **options)
 
 
-def test_the_first_images_of_split_shards_are_shared_out(shards):
+def test_first_counts_the_images_of_all_ranks(shards):
     names = str(shards / "{4..6}.tar")
     mine = [open_dataset(names, size=SIZE, part=(rank, 3)) for rank in range(3)]
     streams = [split_stream(d, Pretended(rank, 3, 2), batch_size=4, first=7) for rank, d in enumerate(mine)]

@@ -38,6 +38,22 @@ def test_round_trip(tmp_path, model, source):
     mgtta.create("eq7_sgd", model, source=tmp_path / "s.safetensors")
 
 
+def test_statistics_move_with_a_tensor(source):
+    assert source.to(source.mean[0]) is source
+    moved = source.to(torch.zeros(1, dtype=torch.float64))
+    assert all(t.dtype == torch.float64 for t in moved.mean + moved.std)
+    assert (moved.images, moved.model, moved.fingerprint) == (source.images, source.model, source.fingerprint)
+    assert all(
+        torch.equal(a.double(), b) for a, b in zip(source.mean + source.std, moved.mean + moved.std, strict=True)
+    )
+    back = moved.to(source.mean[0])
+    assert all(torch.equal(a, b) for a, b in zip(source.mean + source.std, back.mean + back.std, strict=True))
+    mixed = mgtta.SourceStatistics([source.mean[0], moved.mean[1]], moved.std[:2], 1, "", "")
+    assert all(t.dtype == torch.float32 for t in mixed.to(source.mean[0]).mean)
+    meta = source.to(torch.zeros(1, device="meta"))
+    assert all(t.device.type == "meta" for t in meta.mean + meta.std)
+
+
 @pytest.mark.parametrize("other", [vit(seed=1), convnet("group")], ids=["weights", "kind"])
 def test_statistics_of_another_model_are_refused(source, other):
     with pytest.raises(ValueError, match=r"other weights.*source_statistics"):
@@ -58,7 +74,7 @@ def test_bad_images(model):
 
 def test_bad_files(tmp_path, source, generator):
     mgtta.save_generator(generator, tmp_path / "g.safetensors")
-    with pytest.raises(ValueError, match="no file of mgtta source statistics"):
+    with pytest.raises(ValueError, match="not a file of mgtta source statistics"):
         mgtta.load_source(tmp_path / "g.safetensors")
     good = tmp_path / "s.safetensors"
     mgtta.save_source(source, good)

@@ -52,7 +52,7 @@ def test_two_runs_into_one_folder(tmp_path):
     assert all(json.loads(line) for line in lines)
 
 
-def test_garbage_lines_are_passed_over(tmp_path):
+def test_invalid_lines_are_ignored(tmp_path):
     store = Store(tmp_path)
     store.path.write_bytes(os.urandom(64).replace(b"\n", b"") + b'\n[1]\n{}\n"x"\n')
     assert store.records() == []

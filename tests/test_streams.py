@@ -100,7 +100,7 @@ def test_mixed_domains(dataset):
     assert next(iter(stream(domains, mixed=True, batch_size=1))).domain == "mixed"
 
 
-def test_classes_one_after_another(dataset):
+def test_infinite_imbalance_gives_one_class_after_another(dataset):
     y = joined(stream(dataset, imbalance=math.inf)).y
     assert len(torch.unique_consecutive(y)) == CLASSES
     assert sorted(y.tolist()) == sorted(dataset.labels.tolist())
@@ -108,7 +108,7 @@ def test_classes_one_after_another(dataset):
     assert len(torch.unique_consecutive(mixed)) == CLASSES
 
 
-def test_the_imbalance_ratio_is_what_it_says():
+def test_label_shift_draws_classes_at_the_imbalance_ratio():
     labels = torch.arange(10).repeat(1000)
     order = label_shift(labels, imbalance=9.0)  # 9 : 1 for each of 9 others: half of the draws
     assert torch.equal(order.sort().values, torch.arange(len(labels)))
@@ -136,7 +136,7 @@ def test_unlabelled_images_have_no_y(folder):
     assert batch.y is None
 
 
-def test_workers_change_nothing(dataset):
+def test_workers_do_not_change_the_batches(dataset):
     domains = corrupted(dataset, ["gaussian_noise", "contrast"], severity=3)
     one = stream(domains, batch_size=16, first=20)
     assert_same(one, stream(domains, batch_size=16, first=20, workers=2))
@@ -160,14 +160,14 @@ def test_a_mixed_batch_corrupts_each_image_by_its_own_domain(dataset):
     assert torch.equal(joined(mixed).x, apart[rows[:, 0], rows[:, 1]])
 
 
-def test_a_device_corrupts_there(dataset):
+def test_images_are_corrupted_on_the_device(dataset):
     domains = corrupted(dataset, ["gaussian_noise"])
     assert_same(stream(domains, first=10), stream(domains, first=10, device="cpu", workers=1))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_batches_come_on_the_gpu(dataset):
+def test_batches_are_on_the_gpu(dataset):
     batch = next(iter(stream(corrupted(dataset, ["contrast"]), device="cuda", workers=1)))
     assert batch.x.is_cuda
     assert batch.y.is_cuda
@@ -182,7 +182,7 @@ def test_gradual_severity_rises_and_falls(dataset):
     assert [b.domain for b in stream(domains, first=1)][3:6] == ["contrast/4", "contrast/5", "contrast/4"]
 
 
-def test_the_fifteen_corruptions_unless_told(dataset):
+def test_corrupted_gives_the_fifteen_corruptions_by_default(dataset):
     assert [d.name for d in corrupted(dataset)] == list(CORRUPTIONS)
 
 
@@ -207,7 +207,7 @@ def test_published_files_are_not_corrupted_again(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_unreadable_images_in_a_stream(dataset, folder, tmp_path, workers):
+def test_unreadable_images_in_a_stream_raise_or_are_skipped(dataset, folder, tmp_path, workers):
     root = tmp_path / "images"
     root.mkdir()
     for j in range(4):
@@ -222,7 +222,7 @@ def test_unreadable_images_in_a_stream(dataset, folder, tmp_path, workers):
     assert [name for name, _ in broken.skipped] == ["1.png", "2.png"]
 
 
-def test_wrong_settings_say_what_is_valid(dataset):
+def test_invalid_stream_settings_say_what_is_valid(dataset):
     with pytest.raises(ValueError, match=r"unknown corruption 'rain'; valid: .*fog"):
         corrupted(dataset, ["rain"])
     with pytest.raises(ValueError, match="severity 6; valid: 1, 2, 3, 4, 5"):

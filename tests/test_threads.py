@@ -1,82 +1,37 @@
-"""Threads, processes and determinism: turns are taken, workers work, and the same input gives the same bits."""
+"""Threads, processes and determinism: methods keep to themselves, and the same input gives the same bits."""
 
-import copy
 import math
 import multiprocessing
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import confident_vit, images
-from test_methods import make, same
+from test_methods import make
 from torch.utils.data import DataLoader
 
 import mgtta
-from mgtta.adaptation.method import GradientMethod
 from mgtta.data.glyphs import Glyphs
 from mgtta.data.streams import _Loaded, corrupted, stream
 
 ROOT = Path(__file__).parent.parent
 
 
-class Watched(GradientMethod):
-    """Notes how many threads are inside at once."""
-
-    def __init__(self, model):
-        super().__init__(model, mgtta.norm_parameters, lambda params: torch.optim.SGD(params, lr=1e-2))
-        self.inside = self.most = 0
-
-    def loss(self, x):
-        self.inside += 1
-        self.most = max(self.most, self.inside)
-        threading.Event().wait(0.002)  # lets the others run
-        logits = self.model(x)
-        self.inside -= 1
-        return logits, logits.square().mean()
-
-
-@pytest.mark.parametrize("guard", [False, True])
-def test_threads_take_turns(model, guard):
-    inner = Watched(model)
-    method = mgtta.guarded(inner) if guard else inner
-    with ThreadPoolExecutor(4) as pool:
-        tasks = [pool.submit(method, images(2, seed=i)) for i in range(24)]
-        states = [pool.submit(method.state_dict) for _ in range(4)]
-        assert all(task.result().isfinite().all() for task in tasks)
-    assert inner.most == 1
-    assert inner.updates == 24
-    assert all(state.result() for state in states)
-
-
-def test_threads_give_what_some_order_gives():
-    """Two batches by two threads: the state is that of one order or of the other, never a mixture."""
+def test_methods_in_their_own_threads_do_not_disturb_each_other():
+    """One method for each stream: two threads with a method each give what each gives alone."""
     model = mgtta.load_model(confident_vit())
-    first, second = images(4, seed=1), images(4, seed=2)
+    streams = [[images(4, seed=10 * i + t) for t in range(6)] for i in range(3)]
 
-    def after(*batches):
-        method = mgtta.create("tent", model)
-        for x in batches:
-            method(x)
-        return method.state_dict()["params"]
+    def run(batches):
+        method = mgtta.create("tent", model, guard=True)
+        return [method(x) for x in batches]
 
-    method = mgtta.create("tent", model)
-    threads = [threading.Thread(target=method, args=(x,)) for x in (first, second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    found = method.state_dict()["params"]
-    assert same(found, after(first, second)) or same(found, after(second, first))
-
-
-def test_copies_have_their_own_turn(model):
-    method = mgtta.create("tent", model, guard=True)
-    twin = copy.deepcopy(method)
-    assert twin._turn is twin.method._turn is not method._turn
-    with method._turn, ThreadPoolExecutor(1) as pool:
-        assert pool.submit(twin, images(2)).result(timeout=20).shape == (2, 10)
+    alone = [run(batches) for batches in streams]
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(run, streams))
+    for expected, found in zip(alone, together, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["fork", "spawn"])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mgtta.models.norms import norm_parameters
     from mgtta.models.source import SourceStatistics, load_source, save_source, source_statistics
     from mgtta.report import write_report
+    from mgtta.running.adapt import adapt_stream
     from mgtta.running.resume import load_state, save_state
     from mgtta.training.meta import meta_train
 
@@ -31,6 +32,7 @@ _HOME = {  # loaded at first use, so that the command line answers without impor
     "MetaGradientGenerator": "learned.generator",
     "Record": "evaluation.record",
     "SourceStatistics": "models.source",
+    "adapt_stream": "running.adapt",
     "create": "methods.create",
     "evaluate": "evaluation.loop",
     "fisher_information": "models.fisher",
@@ -60,6 +62,7 @@ __all__ = [
     "MetaGradientGenerator",
     "Record",
     "SourceStatistics",
+    "adapt_stream",
     "create",
     "evaluate",
     "fisher_information",

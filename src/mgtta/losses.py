@@ -9,29 +9,29 @@ from mgtta._lib.ranks import ALONE, Alone, Moments, moments
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """The softmax entropy of each prediction: (N, C) -> (N,)."""
+    """Return the softmax entropy of each prediction: (N, C) -> (N,)."""
     log_p = logits.log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1)
 
 
 def cross_entropy(target: Tensor, logits: Tensor) -> Tensor:
-    """Of the softmax of `logits` under the softmax of `target`: (N, C), (N, C) -> (N,)."""
+    """Return the cross-entropy of softmax(logits) under softmax(target): (N, C), (N, C) -> (N,)."""
     return -(target.softmax(-1) * logits.log_softmax(-1)).sum(-1)
 
 
 def symmetric_cross_entropy(a: Tensor, b: Tensor) -> Tensor:
-    """The mean of the two cross-entropies of a pair of predictions: (N, C), (N, C) -> (N,)."""
+    """Return the mean of the two cross-entropies of a pair of predictions: (N, C), (N, C) -> (N,)."""
     return (cross_entropy(a, b) + cross_entropy(b, a)) / 2
 
 
 def discrepancy(features: Sequence[Tensor], mean: Sequence[Tensor], std: Sequence[Tensor]) -> Tensor:
-    """The second line of Eq. 7: squared distance of batch statistics from the source's, summed over layers.
+    """Return the second line of Eq. 7: the squared distance of batch statistics from the source's, over all layers.
 
-    std is the unbiased standard deviation. One image has none, so for a batch of one only the means count:
-    the pull towards the source's mean is defined there, while the spread cannot be judged from one image.
+    `std` is the unbiased standard deviation, which one image does not have. So for a batch of one only the means count.
     """
     _check_layers(features, mean)
-    return _distance(moments(torch.cat(list(features), 1)), torch.cat(list(mean)), torch.cat(list(std)))
+    found = moments(torch.cat(list(features), 1))
+    return _distance(found, torch.cat(list(mean)), torch.cat(list(std)))
 
 
 def objective(
@@ -42,12 +42,12 @@ def objective(
     trade_off: float = 0.4,
     ranks: Alone = ALONE,
 ) -> Tensor:
-    """Eq. 7 divided by 64: mean entropy plus trade_off / 64 times the discrepancy.
+    """Return Eq. 7 divided by 64: mean entropy plus trade_off / 64 times the discrepancy.
 
-    At the paper's batch of 64 that is Eq. 7 up to a factor, which the generator's inputs do not see.
+    At the paper's batch of 64 this is Eq. 7 up to a factor, which does not change the generator's inputs.
 
     Args:
-        ranks: those who hold a share of the batch each; means and deviations are over all of it.
+        ranks: the processes that share the batch; means and deviations are over the whole batch.
     """
     _check_layers(features, mean)
     around = torch.cat(list(mean))
@@ -56,12 +56,16 @@ def objective(
 
 
 def _distance(found: Moments, mean: Tensor, std: Tensor) -> Tensor:
-    """Of moments from others, all layers one after another, (D,)."""
-    m, s = found
-    total = (m - mean).square().sum()
-    return total if s is None else total + (s - std).square().sum()
+    """Return the squared distance between two pairs of moments (D,), D counting the features of all layers."""
+    found_mean, found_std = found
+    total = (found_mean - mean).square().sum()
+    if found_std is None:
+        return total
+    return total + (found_std - std).square().sum()
 
 
 def _check_layers(features: Sequence[Tensor], mean: Sequence[Tensor]) -> None:
     if len(features) != len(mean):
-        raise ValueError(f"features of {len(features)} layers, source statistics of {len(mean)}: not the same model")
+        raise ValueError(
+            f"features of {len(features)} layers, but source statistics of {len(mean)}: they are of another model"
+        )

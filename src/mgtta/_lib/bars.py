@@ -1,4 +1,4 @@
-"""The progress bar that every command shows: what runs, how far it is, how long it will take."""
+"""The progress bar of every command: what runs, how much is done, how long the rest takes."""
 
 from typing import Any
 
@@ -9,7 +9,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 def progress_bar(
     *more: ProgressColumn, description: str = "{task.description}", compact: bool = False, **options: Any
 ) -> Progress:
-    """On the standard error unless `options`, which are rich's, say otherwise; `more` columns stand at the end."""
-    left = TimeRemainingColumn(compact=compact)
-    columns = (TextColumn(description), BarColumn(), MofNCompleteColumn(), left, *more)
+    """Return a progress bar that writes to standard error.
+
+    Args:
+        more: columns at the end.
+        options: rich's; `console` changes where the bar is written.
+    """
+    remaining = TimeRemainingColumn(compact=compact)
+    columns = (TextColumn(description), BarColumn(), MofNCompleteColumn(), remaining, *more)
     return Progress(*columns, **{"console": Console(stderr=True), **options})

@@ -1,4 +1,7 @@
-"""Reading and writing tensors: safetensors out, safetensors or weights-only torch files in, never half a file."""
+"""Reads and writes tensors: writes safetensors, reads safetensors and weights-only torch files.
+
+A file is written whole or not at all.
+"""
 
 import hashlib
 import json
@@ -16,13 +19,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-TREE = "tree"  # metadata key: the shape of a nested state, see write_tree
-DIGEST = "sha256"  # metadata key: of all else in a nested state's file
+TREE = "tree"  # metadata key: the structure of a nested state, see write_tree
+DIGEST = "sha256"  # metadata key: the hash of everything else in a nested state's file
 
 
 @contextmanager
 def atomic(path: str | os.PathLike) -> Iterator[Path]:
-    """A temporary path beside `path`, renamed to it when the block ends well and removed when it does not."""
+    """Yield a temporary path beside `path`: renamed to it when the block ends, removed if the block fails."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -32,21 +35,22 @@ def atomic(path: str | os.PathLike) -> Iterator[Path]:
         yield temporary
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())  # mkstemp made it private
+        temporary.chmod(0o666 & ~_umask())  # mkstemp makes it private
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def writable(*paths: str | os.PathLike | None) -> None:
-    """Find out now, not after hours of work, that a file cannot be written; leaves no trace."""
+    """Raise an error now, not after hours of work, if a file cannot be written; nothing is left behind."""
     for path in paths:
         if path is None:
             continue
         if Path(path).is_dir():
             raise ValueError(f"cannot write {path}: it is a folder; name a file")
+        folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
         try:
-            with tempfile.TemporaryFile(dir=next(p for p in Path(path).absolute().parents if p.exists())):
+            with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:
             raise ValueError(f"cannot write {path}: {error.strerror}; name another place") from error
@@ -59,36 +63,38 @@ def _umask() -> int:
 
 
 def write_tensors(path: str | os.PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write tensors and metadata as a safetensors file."""
     owned = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     with atomic(path) as temporary:
         save_file(owned, temporary, metadata=dict(metadata))
 
 
 def read_tensors(path: str | os.PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a safetensors file and its metadata."""
+    """Return the tensors of a safetensors file and its metadata."""
     path = _existing(path)
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return tensors, dict(file.metadata() or {})
     except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(
-            f"{path} is not a whole safetensors file ({error}); it may be truncated, or another format "
-            "under a wrong name: write it again, or load a torch file under its own name (.pth)"
+            f"{path} is not a whole safetensors file ({error}); it may be truncated, or have another format "
+            "than its name says: write it again, or load a torch file by its own name (.pth)"
         ) from error
 
 
 def read_weights(path: str | os.PathLike) -> dict[str, Any]:
-    """A foreign state dict: safetensors, or a torch file opened with weights_only=True and nothing looser."""
+    """Return a state dict that another program wrote: safetensors, or a torch file read with weights_only=True."""
     path = _existing(path)
     if _looks_like_safetensors(path) or path.suffix == ".safetensors":
         return read_tensors(path)[0]
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file fails in any way; with weights_only=True none of them is worse
+    except Exception as error:  # a damaged file fails in many ways
         raise ValueError(
             f"{path} cannot be read as plain weights. Either it is damaged, or it holds Python objects, which "
-            "are never unpickled here: in the program that made it, save a dict of tensors alone; or, if you trust it, "
-            "in one of your own: torch.save(torch.load(FILE, weights_only=False)['state_dict'], 'plain.pth')"
+            "are never unpickled here: in the program that made it, save only a dict of tensors; or, if you trust the "
+            "file, convert it: torch.save(torch.load(FILE, weights_only=False)['state_dict'], 'plain.pth')"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise ValueError(f"{path} holds a {type(state).__name__}; a dict of named tensors was expected")
@@ -96,14 +102,14 @@ def read_weights(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def write_tree(path: str | os.PathLike, tree: Any, metadata: Mapping[str, str]) -> None:
-    """Nested dicts and lists of tensors and plain values, as one safetensors file that knows its own hash."""
+    """Write nested dicts and lists of tensors and plain values as one safetensors file with its own hash."""
     tensors: dict[str, Tensor] = {}
 
     def plain(node: Any) -> Any:
         if isinstance(node, Tensor):
             tensors[str(len(tensors))] = node
             return {"tensor": str(len(tensors) - 1)}
-        if isinstance(node, Mapping):  # pairs, since JSON would turn integer keys into strings
+        if isinstance(node, Mapping):  # as pairs, since JSON turns integer keys into strings
             return {"dict": [[key, plain(value)] for key, value in node.items()]}
         if isinstance(node, list | tuple):
             return {type(node).__name__: [plain(value) for value in node]}
@@ -114,11 +120,12 @@ def write_tree(path: str | os.PathLike, tree: Any, metadata: Mapping[str, str]) 
 
 
 def read_tree(path: str | os.PathLike) -> tuple[Any, dict[str, str]]:
+    """Return what `write_tree` wrote, and the metadata."""
     tensors, metadata = read_tensors(path)
     if TREE not in metadata:
         raise ValueError(f"{path} holds no saved state (its metadata has no {TREE!r} entry)")
     if metadata.pop(DIGEST, None) != _digest(tensors, metadata):
-        raise ValueError(f"{path} is not as it was written: its hash is another; save it again")
+        raise ValueError(f"{path} has changed since it was written: its hash does not match; save it again")
 
     def build(node: dict[str, Any]) -> Any:
         [(kind, content)] = node.items()
@@ -146,29 +153,29 @@ def _digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 
 
 def check_weights(what: str, taken: tuple[str, str], model: tuple[str, str], remedy: str) -> None:
-    """Refuse what was taken from other weights than the model's; both are a name and a fingerprint."""
+    """Reject what was computed from other weights than the model's; both are given as (name, fingerprint)."""
     if taken[1] != model[1]:
         raise ValueError(
-            f"{what} of other weights ({', '.join(taken)}) than the model's ({', '.join(model)}): take it again from "
-            f"this model, before it adapts, with {remedy}"
+            f"{what} of other weights ({', '.join(taken)}) than the model's ({', '.join(model)}): compute it again "
+            f"from this model, before it adapts, with {remedy}"
         )
 
 
 def check_kind(metadata: Mapping[str, str], kind: str, version: int, path: str | os.PathLike, remedy: str) -> None:
-    """Refuse a file of another kind, or one that a newer release wrote."""
+    """Reject a file of another kind, or one that a newer release wrote."""
     if metadata.get("kind") != kind:
-        raise ValueError(f"{path} is no file of {kind}; {remedy}")
+        raise ValueError(f"{path} is not a file of {kind}; {remedy}")
     if not metadata.get("version", "").isdigit() or int(metadata["version"]) > version:
         raise ValueError(f"{path} was written by a newer mgtta: upgrade to read it")
 
 
 def command() -> str:
-    """What was typed to run this, as a shell takes it: for metadata and records."""
+    """Return the command line of this process, quoted for a shell, for metadata and records."""
     return shlex.join(["mgtta", *sys.argv[1:]])
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """A hash of names, shapes and float32 values; the same on any device and in float64."""
+    """Return a hash of names, shapes and float32 values; it is the same on any device and in float64."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         if tensor.is_floating_point():

@@ -1,4 +1,4 @@
-"""Where the time of a run goes: seconds by part, as long as somebody asks."""
+"""Measures where the time of a run goes: seconds by part, inside a `profiled()` block."""
 
 import time
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch
 
 PARTS = ("loading", "moving", "corrupting", "predicting", "adapting", "optimizer", "other")
 
-_asked: list[dict[str, float]] = []
+_asked: list[dict[str, float]] = []  # one dict for each open `profiled()` block
 
 
 def now(wait: bool = True) -> float:
@@ -21,7 +21,7 @@ def now(wait: bool = True) -> float:
 
 @contextmanager
 def profiled() -> Iterator[dict[str, float]]:
-    """Seconds by part of what happens within the block, in the end; "other" is what no part has claimed."""
+    """Yield a dict that holds the seconds of each part when the block ends; "other" is the rest."""
     found = dict.fromkeys(PARTS, 0.0)
     began = now()
     _asked.append(found)
@@ -34,7 +34,7 @@ def profiled() -> Iterator[dict[str, float]]:
 
 @contextmanager
 def part(name: str) -> Iterator[None]:
-    """What happens within the block counts as this part, where somebody asks."""
+    """Count the seconds of the block as this part, inside a `profiled()` block."""
     if not _asked:
         yield
         return
@@ -46,13 +46,14 @@ def part(name: str) -> Iterator[None]:
 
 
 def add(name: str, seconds: float) -> None:
+    """Add seconds to a part; a negative number takes them away."""
     for found in _asked:
         found[name] += seconds
 
 
 @contextmanager
 def optimizer_apart(optimizer: Any) -> Iterator[None]:
-    """Steps of a torch optimizer count as "optimizer", no longer as "adapting"."""
+    """Count the steps of a torch optimizer as "optimizer" and not as "adapting"."""
     began = 0.0
 
     def before(*_: Any) -> None:

@@ -5,6 +5,6 @@ from pathlib import Path
 
 
 def shipped(kind: str) -> dict[str, Path]:
-    """Name -> file of the "models", "sources" or "generators"."""
+    """Return the file of each shipped "models", "sources" or "generators", by name."""
     folder = Path(str(resources.files("mgtta"))) / "weights" / kind
     return {path.stem: path for path in sorted(folder.glob("*.safetensors"))}

@@ -2,7 +2,7 @@
 
 A torchvision built for CUDA beside a CPU build of torch cannot load its compiled operators, and then
 `import torchvision`, and with it `import timm`, fails with "operator torchvision::nms does not exist".
-None of those operators is used here, so their schemas are declared by hand and the import is tried again.
+mgtta does not use those operators, so it declares their schemas by hand and tries the import again.
 """
 
 import sys

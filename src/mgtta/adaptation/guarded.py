@@ -23,13 +23,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mgtta._lib.errors import unknown
-from mgtta.adaptation.method import Method
+from mgtta.adaptation.method import Events, Method
+from mgtta.adaptation.step import Pass
 from mgtta.adaptation.watch import DEVIATIONS, WINDOW, Watch, excess, saved_watch, what_is_lost
+from mgtta.adaptation.wrapper import Wrapper
 from mgtta.models.classifier import Classifier
-from mgtta.models.features import FirstPass
 from mgtta.models.norms import batch_norms
 
 POLICIES = ("rollback", "slow", "source")
@@ -101,136 +102,90 @@ class Guard:
             raise ValueError("dominance is above 0; 1 and more switch it off")
 
 
-class Guarded(Method):
+class Guarded(Wrapper):
     """A method under a guard; a method like any other.
 
     Attributes:
-        method: what is guarded.
+        watch: what the guard knows; saved and resumed with the method.
         events: what the guard did since the last reset, and why: dicts of plain values, the first 1,000.
     """
 
-    def __init__(self, method: Method, guard: Guard):
-        nn.Module.__init__(self)
-        self.method, self.guard = method, guard
-        self.optimizer, self.random, self.needs = method.optimizer, method.random, method.needs
-        self._turn = method._turn
-        method._remember_start()
+    state_name = "guard"
+
+    def __init__(self, method: Method | Wrapper, guard: Guard):
+        super().__init__(method)
+        self.guard = guard
         self.source = _source_model(method)
         self.unlearned = _normalising_by_batches(self.source, method.model)
-        self._scale = math.sqrt(sum(float(p.detach().square().sum()) for p in method.adapted.values())) or 1.0
-        self.watch = self._fresh()
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "method":
-                raise
-            return getattr(self.method, name)
+        self._scale = math.sqrt(sum(float(p.square().sum()) for p in method.origin)) or 1.0
+        self._rates = [group["lr"] for group in method.optimizer.param_groups] if method.optimizer else []
+        self.begin()
 
     @property
-    def events(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def events(self) -> Events:
         return self.watch.events
 
-    @property
-    def fast(self) -> Any:  # type: ignore[override]
-        return self.method.fast
+    def begin(self) -> None:
+        self.watch = Watch()
+        if isinstance(self.guard.anchors, Tensor) and len(self.guard.anchors):
+            self.watch.anchors = _as_bytes(self.guard.anchors)
 
-    @property
-    def schedule(self) -> Any:
-        return self.method.schedule
-
-    def _settle(self) -> None:
-        self.method._settle()
-
-    def warm_up(self, x: Tensor) -> None:
-        self.method.warm_up(x)
-
-    @property
-    def kind(self) -> str:
-        return f"guarded {self.method.kind}"
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The method's logits, or the source's where the guard finds that the method has gone wrong."""
+    def step(self, x: Tensor, learn: bool = True) -> Pass:
+        """Give the method's logits, or the source's if the guard finds that the method has gone wrong."""
+        if self.paused:
+            return Pass(self.predict(x))
         self.source.check(x)
-        with self._turn, torch.inference_mode(False):
+        with torch.inference_mode(False):
             watch = self.watch
             if watch.images < watch.rest_until:
-                logits = self._ask(self.source, x)[0]
+                logits = self._ask(self.source, x)
                 watch.images += len(logits)
-                return logits
+                return Pass(logits)
             due = self._due(len(x))
             after_rest = watch.rest_until > 0 and watch.probs is None
-            before = self.method.state_dict() if due or after_rest else None
-            logits, features = self._adapted(x) if due else (self.method(x), None)
-            watch.images += len(logits)
-            self._follow(logits)
-            if (top := self._dominant(self.guard.dominance)) is not None and self._mostly(top, logits):
-                asked = self._ask(self.source, x)[0]
+            before = self.method.snapshot() if due or after_rest else None
+            seen = self.method.step(x, learn)
+            watch.images += len(seen.logits)
+            self._follow(seen.logits)
+            top = self._dominant(self.guard.dominance)
+            if top is not None and self._mostly(top, seen.logits):
+                asked = self._ask(self.source, x)
                 if self._mostly(top, asked):
                     self._pause(before)
-                    return asked
-            return self._judge(x, logits, features, before) if due and before is not None else logits
+                    return Pass(asked)
+            if due and before is not None:
+                return Pass(self._judge(x, seen.logits, before), seen.features)
+            return seen
 
     def predict(self, x: Tensor) -> Tensor:
-        resting = self.watch.images < self.watch.rest_until
-        return self._ask(self.source, x)[0] if resting else self.method.predict(x)
+        if self.watch.images < self.watch.rest_until:
+            return self._ask(self.source, x)
+        return self.method.predict(x)
 
-    def reset(self) -> None:
-        with self._turn:
-            self.method.reset()
-            self.watch = self._fresh()
+    def own(self) -> dict[str, Any]:
+        return copy.deepcopy(vars(self.watch))
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        if args or kwargs:
-            return nn.Module.state_dict(self, *args, **kwargs)
-        with self._turn:
-            watch = {name: getattr(self.watch, name) for name in vars(self.watch)}
-            return {"kind": self.kind, "method": self.method.state_dict(), "guard": copy.deepcopy(watch)}
+    def check_own(self, state: Any) -> Watch:
+        watch = saved_watch(state, {name: p.shape for name, p in self.adapted.items()})
+        if watch.snapshot is not None:  # load it, to find out if it fits
+            before = self.method.snapshot()
+            self.method.restore(watch.snapshot)
+            self.method.restore(before)
+        return watch
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
-        if not isinstance(state, dict) or state.keys() != {"kind", "method", "guard"}:
-            raise ValueError("this is not a state that a guarded method's state_dict gave")
-        with self._turn:
-            watch = saved_watch(state["guard"], {name: p.shape for name, p in self.method.adapted.items()})
-            before = self.method.state_dict()
-            if watch.snapshot is not None:
-                self.method.load_state_dict(watch.snapshot)  # to find out whether it fits
-            try:
-                self.method.load_state_dict(state["method"])
-            except ValueError:
-                self.method.load_state_dict(before)
-                raise
-            self.watch = watch
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "Guarded":
-        nn.Module._apply(self, fn, recurse)
-        return self
+    def load_own(self, checked: Watch) -> None:
+        self.watch = checked
 
     # --- the signals
 
-    def _fresh(self) -> Watch:
-        watch = Watch()
-        if isinstance(self.guard.anchors, Tensor) and len(self.guard.anchors):
-            watch.anchors = _as_bytes(self.guard.anchors)
-        return watch
-
     @torch.no_grad()
-    def _ask(self, model: Classifier, x: Tensor) -> tuple[Tensor, Tensor]:
-        """A model's logits (N, C), and its last layer's features (N, d)."""
-        logits, features = model.features(x)
-        return logits, features[-1]
+    def _ask(self, model: Classifier, x: Tensor) -> Tensor:
+        """Return the logits (N, C) of a model."""
+        return model(x)
 
     def _reference(self, n: int) -> Classifier:
         """What the method would be in a batch of n images, had it not learned."""
         return self.source if self.unlearned is None or n < MANY else self.unlearned
-
-    def _adapted(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The method's logits (N, C), and the last layer's features (N, d) where they could be had."""
-        model = self.method.model
-        with FirstPass(model.net, model._taps[-1:]) as first:
-            logits = self.method(x)
-        return logits, first.found.get(model._taps[-1].name)
 
     @torch.no_grad()
     def _follow(self, logits: Tensor) -> None:
@@ -255,12 +210,11 @@ class Guarded(Method):
     @torch.no_grad()
     def _way(self, since: dict[str, Tensor] | None) -> float:
         """How far the parameters are from these, or from the source's, relative to the length of the source's."""
-        adapted = self.method.adapted
-        if since is None:
-            since = self.method._start["params"]  # type: ignore[index]
+        adapted = self.adapted
         if not adapted:
             return 0.0
-        apart = torch._foreach_sub(list(adapted.values()), [since[name].to(p) for name, p in adapted.items()])
+        there = list(self.origin) if since is None else [since[name].to(p) for name, p in adapted.items()]
+        apart = torch._foreach_sub(list(adapted.values()), there)
         return float(torch.stack(torch._foreach_norm(apart)).norm()) / self._scale
 
     def _due(self, n: int) -> bool:
@@ -315,13 +269,15 @@ class Guarded(Method):
     # --- the verdict
 
     @torch.no_grad()
-    def _judge(self, x: Tensor, logits: Tensor, features: Tensor | None, before: dict[str, Any]) -> Tensor:
-        """Ask about x, or some of it; on alarm act, and give the source's logits in the place of these."""
-        watch, guard, reference = self.watch, self.guard, self._reference(len(x))
+    def _judge(self, x: Tensor, logits: Tensor, before: dict[str, Any]) -> Tensor:
+        """Ask about x, or some of it; on alarm act, and give the source's logits instead of these."""
+        watch = self.watch
+        guard = self.guard
+        reference = self._reference(len(x))
         if not watch.left:
             watch.left = WINDOW // 2 if watch.doubt or self._wary() else guard.images
         some = x if reference is self.unlearned else x[: watch.left]
-        asked, source_features = self._ask(reference, some)
+        asked = self._ask(reference, some)
         lost, sure = what_is_lost(asked, logits[: len(some)], guard.sure, self._dominant(guard.dominance))
         watch.left = max(watch.left - len(some), 0)
         seen = (len(lost), float(lost.sum()), float((~sure).sum()))
@@ -330,12 +286,9 @@ class Guarded(Method):
         if not watch.left:
             alarm = self._end_look(before) or alarm
         found = self.signals()
-        if features is not None and len(features) == len(x):
-            gap = features[: len(some)].mean(0) - source_features.mean(0)
-            found["features"] = float(gap.norm() / source_features.norm(dim=-1).mean())
         if alarm:
             self._act(found)
-            return asked if reference is self.source and len(asked) == len(x) else self._ask(self.source, x)[0]
+            return asked if reference is self.source and len(asked) == len(x) else self._ask(self.source, x)
         if not watch.left:
             watch.good = found
             if watch.weight >= WINDOW / 4 and watch.excess(guard.tolerance) <= 1:
@@ -366,7 +319,7 @@ class Guarded(Method):
         logits = self.method.predict(images)
         if self.random is not None and random is not None:
             self.random.set_state(random)
-        lost, _ = what_is_lost(self._ask(self._reference(len(images)), images)[0], logits, self.guard.sure)
+        lost, _ = what_is_lost(self._ask(self._reference(len(images)), images), logits, self.guard.sure)
         share = float(lost.mean())
         return share - DEVIATIONS * math.sqrt(share / len(lost))
 
@@ -420,21 +373,20 @@ class Guarded(Method):
             watch.events.append({"image": watch.images, "action": action, "pace": watch.pace, **found})
 
     def _restore(self, state: dict[str, Any] | None) -> None:
-        """This state, or the start, at the present pace; what was counted stays counted."""
-        method, start = self.method, self.method._start
-        assert start is not None
-        counted = {name: getattr(method, name) for name in start["counters"]}
-        method._load(start if state is None else state)
-        for name, value in counted.items():
-            setattr(method, name, value)
-        if method.optimizer is not None:
-            first = start["optimizer"]["param_groups"]
-            for group, original in zip(method.optimizer.param_groups, first, strict=True):
-                group["lr"] = original["lr"] * self.watch.pace
+        """Go back to this state, or to the start, at the present pace; what was counted stays counted."""
+        counted = (self.updates, self.skipped, self.seconds)
+        if state is None:
+            self.method.reset()
+        else:
+            self.method.restore(state)
+        self.engine.updates, self.engine.skipped, self.seconds = counted
+        if self.optimizer is not None:
+            for group, lr in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = lr * self.watch.pace
 
 
-def guarded(method: Method, guard: Guard | bool = True) -> Guarded:
-    """The method under a guard, from its present settings and the source model on.
+def guarded(method: Method | Wrapper, guard: Guard | bool = True) -> Guarded:
+    """Return the method under a guard, from its present settings and the source model on.
 
     Args:
         guard: settings; True for the default ones.
@@ -447,14 +399,13 @@ def guarded(method: Method, guard: Guard | bool = True) -> Guarded:
         return Guarded(method, guard if isinstance(guard, Guard) else Guard())
 
 
-def _source_model(method: Method) -> Classifier:
-    """The model as it was before it adapted, sharing the weights that never change."""
+def _source_model(method: Method | Wrapper) -> Classifier:
+    """Return the model as it was before it adapted; weights that never change are shared."""
     shared = {id(p): p for p in method.model.parameters() if not any(p is own for own in method.adapted.values())}
     source = copy.deepcopy(method.model, shared).requires_grad_(False).use_running_statistics()
-    assert method._start is not None
     params = dict(source.named_parameters())
     with torch.no_grad():
-        for name, value in method._start["params"].items():
+        for name, value in zip(method.adapted, method.origin, strict=True):
             params[name].copy_(value)
     return source
 

@@ -1,18 +1,19 @@
-"""When a method learns: at once after a shift, then ever more rarely, as long as the stream stays what it is.
+"""A schedule: learn at once after a shift, then more and more rarely while the stream stays the same.
 
-A step of adaptation costs more than two forward passes, and most of what is to be learned of a new domain is learned
-from its first batches. So a method that follows a schedule learns from the first `BURST` batches after a start or a
-shift. Then it rests for `REST` batches, learns from one, rests for twice as many, and so on: the rest doubles unless
-the last one shows that learning has made the predictions surer. While it rests, the forward pass gives all that is
-needed to notice a shift: the means of each layer's features, which leave the range that they have moved in so far.
+A step of adaptation costs more than two forward passes, and most of what a new domain teaches is learned from its first
+batches. So a scheduled method learns from the first `BURST` batches after a start or a shift. Then it rests for `REST`
+batches, learns from one, rests for twice as many, and so on. The rest doubles unless the last one shows that learning
+has made the predictions surer. While the method rests, the forward pass gives all that is needed to notice a shift: the
+means of each layer's features, which leave the range that they have moved in so far.
 
-Few steps must be large ones, and each is as noisy as its batch. So it rests on the mean of the parameters that it has
-had since the shift, after each update but the first `SKIP`, and goes on from there.
+Few steps must be large ones, and each is as noisy as its batch. So the method rests on the mean of the parameters since
+the shift, after each update but the first `SKIP`, and continues from there.
 
 Notation    s  means of the features of a batch of n images, all layers one after another, (D,)
             c, v  mean of s, and mean of n |s - c|^2, over the batches of the domain
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -22,6 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mgtta.adaptation.method import Method, ObjectiveMethod
+from mgtta.adaptation.step import Pass
+from mgtta.adaptation.wrapper import Wrapper
 from mgtta.losses import entropy
 
 SCHEDULES = ("always", "auto")
@@ -36,14 +40,14 @@ MEMORY = 16  # batches that c and v look back on, and updates that the mean of t
 
 @torch.no_grad()
 def summary(logits: Tensor, features: Sequence[Tensor]) -> Tensor:
-    """What a schedule goes by: the means over the batch of each layer's features, s; and of the entropy, (D + 1,)."""
+    """Return the means over the batch of each layer's features, s, and of the entropy: (D + 1,)."""
     means = torch.cat([f.detach() for f in features], 1).mean(0)
     return torch.cat([means, entropy(logits.detach()).mean().unsqueeze(0)])
 
 
 @dataclass
 class Schedule:
-    """What is known of the domain at hand; all of it is saved and reset with the method."""
+    """What is known of the present domain; all of it is saved and reset with the method."""
 
     learned: int = 0  # batches, since the shift
     rest: int = field(default_factory=lambda: REST)  # batches without learning before the next with
@@ -61,14 +65,17 @@ class Schedule:
 
     @property
     def due(self) -> bool:
-        """Whether to learn from the next batch."""
+        """True if the next batch is to be learned from."""
         return self.left <= 0
 
     def note(self, summary: Tensor, learned: bool, n: int) -> None:
-        """Follow a batch of n images: what `summary` says of it, and whether it was learned from. From a GPU, that is
-        read by `settle`, before the next batch: to wait for it here would leave the GPU idle."""
+        """Follow a batch of n images, learned from or not.
+
+        A summary on a GPU is read by `settle`, before the next batch: waiting here would leave the GPU idle.
+        """
         if summary.is_cuda:
-            arrived, here = torch.cuda.Event(), torch.empty_like(summary, device="cpu", pin_memory=True)
+            arrived = torch.cuda.Event()
+            here = torch.empty_like(summary, device="cpu", pin_memory=True)
             self._coming = here.copy_(summary, non_blocking=True), arrived, learned, n
             arrived.record(torch.cuda.current_stream(summary.device))
         else:
@@ -77,13 +84,15 @@ class Schedule:
     def settle(self) -> None:
         """Read what is still to come."""
         if self._coming is not None:
-            (summary, arrived, learned, n), self._coming = self._coming, None
+            summary, arrived, learned, n = self._coming
+            self._coming = None
             arrived.synchronize()
             self._take(summary, learned, n)
 
     def _take(self, summary: Tensor, learned: bool, n: int) -> None:
         values = summary.cpu().numpy()  # a GPU may be waiting, and for so little numpy is quicker than torch
-        means, unsure = values[:-1], float(values[-1])
+        means = values[:-1]
+        unsure = float(values[-1])
         with np.errstate(all="ignore"):  # what is not finite is passed over
             away = means if self.centre is None else means - self.centre.numpy()
             distance = 0.0 if self.centre is None else n * float(away @ away)
@@ -97,7 +106,8 @@ class Schedule:
                 self._rest()
         else:
             self._follow(away, distance)
-            self.unsure, self.batches = self.unsure + unsure, self.batches + 1
+            self.unsure += unsure
+            self.batches += 1
             self.left -= 1
 
     @torch.no_grad()
@@ -128,7 +138,9 @@ class Schedule:
             if mean > (1 - GAIN) * self.before:
                 self.rest *= 2
             self.before = mean
-        self.unsure, self.batches, self.left = 0.0, 0, self.rest
+        self.unsure = 0.0
+        self.batches = 0
+        self.left = self.rest
 
     def _follow(self, away: np.ndarray, distance: float) -> None:
         """c and v with one more batch in them, which lies `away` from c."""
@@ -143,14 +155,16 @@ class Schedule:
     def state(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
-    def load(self, state: dict[str, Any], params: Sequence[Tensor]) -> None:
-        """Go on from a state; `params` are those of which it holds a mean."""
-        known = Schedule().state()
-        if state.keys() != known.keys():
-            raise ValueError("its schedule has other entries")
+    @classmethod
+    def loaded(cls, state: Any, params: Sequence[Tensor]) -> "Schedule":
+        """Return the schedule of a state; `params` are those of which it holds a mean."""
+        known = cls().state()
+        if not isinstance(state, dict) or state.keys() != known.keys():
+            raise ValueError("invalid schedule state: it has other entries")
         numbers = [(value, known[name]) for name, value in state.items() if name not in ("centre", "mean")]
         sound = all(type(value) is type(usual) and 0 <= value < math.inf for value, usual in numbers)
-        centre, mean = state["centre"], state["mean"]
+        centre = state["centre"]
+        mean = state["mean"]
         if centre is not None:
             sound = sound and isinstance(centre, Tensor) and centre.ndim == 1 and bool(centre.isfinite().all())
         if mean is not None:
@@ -158,5 +172,52 @@ class Schedule:
             sound = sound and [m.shape for m in mean] == [p.shape for p in params]
             sound = sound and all(bool(m.isfinite().all()) for m in mean)
         if not sound:
-            raise ValueError("its schedule has values that none can have")
-        vars(self).update(state, centre=None if centre is None else centre.cpu())
+            raise ValueError("invalid schedule state: it has values that are out of range")
+        return cls(**{**copy.deepcopy(state), "centre": None if centre is None else centre.cpu()})
+
+
+class Scheduled(Wrapper):
+    """A method that learns by a schedule.
+
+    Attributes:
+        schedule: what is known of the present domain.
+    """
+
+    state_name = "schedule"
+
+    def __init__(self, method: Method):
+        if not isinstance(method, ObjectiveMethod) or method.optimizer is None:
+            raise ValueError(f"schedule='auto' is for methods that learn from every batch, and {method.name} does not")
+        super().__init__(method)
+        self._schedule = Schedule()
+
+    @property
+    def schedule(self) -> Schedule:
+        self._schedule.settle()
+        return self._schedule
+
+    def step(self, x: Tensor, learn: bool = True) -> Pass:
+        """Learn from x if a batch is due, else only predict it."""
+        if self.paused or self.spent:
+            return self.method.step(x, learn)
+        schedule = self.schedule
+        learn = learn and schedule.due
+        before = self.updates if learn else 0
+        seen = self.method.step(x, learn)
+        schedule.note(summary(seen.logits, seen.features), learn, len(x))
+        if learn and self.updates > before:
+            schedule.settle()
+            schedule.average(list(self.adapted.values()), last=self.spent)
+        return seen
+
+    def own(self) -> dict[str, Any]:
+        return copy.deepcopy(self.schedule.state())
+
+    def check_own(self, state: Any) -> Schedule:
+        return Schedule.loaded(state, list(self.adapted.values()))
+
+    def load_own(self, checked: Schedule) -> None:
+        self._schedule = checked
+
+    def begin(self) -> None:
+        self._schedule = Schedule()

@@ -1,6 +1,6 @@
-"""The demonstration: the embedded ViT on rendered characters under 15 corruptions, as it is and adapting.
+"""The demo: the embedded ViT on rendered characters under 15 corruptions, as it is and adapting.
 
-It is `mgtta bench corruptions` with small batches, in a folder of its own, and the report at its end.
+It is `mgtta bench corruptions` with small batches, in a new folder.
 """
 
 import itertools
@@ -21,27 +21,28 @@ BATCH_SIZE = 16
 
 
 def run(images: int, methods: Sequence[str], out: Path, device: str = "cpu", watch: Watch | None = None) -> Path:
-    """Run each method on `images` of each corruption at severity 5, reset before each; gives the records' folder.
+    """Run each method on `images` images per corruption, and return the folder of the records.
 
-    The folder is `out`, or `out-2`, `out-3`, ... where that holds records already: a demonstration shows what it has
-    just measured and nothing else.
+    The severity is 5, and the method is reset before each corruption. The folder is `out`, or `out-2`, `out-3`, ... if
+    that has records already: a demo shows only what it has just measured.
     """
     if images < 1:
         raise ValueError(f"images must be at least 1, not {images}")
     cells = experiment_cells("corruptions", Options(methods, batch_size=BATCH_SIZE))
-    folder = _fresh(out)
+    folder = _new_folder(out)
     run_cells(cells, Setup(images=images, device=device), Store(folder), watch=watch, title="demo")
     return folder
 
 
 def table(folder: Path) -> Table:
-    """Accuracy by corruption, one column a method, the best in bold."""
+    """Return the table of accuracy by corruption, one column for each method, the best in bold."""
     [section] = sections(Store(folder).records())
-    figures, like = section.figures(), section.records[0]
+    figures = section.figures()
+    first = section.records[0]
     shown = Table(
         "corruption",
-        title=f"accuracy, %: {like['images']} images of each corruption, severity {like['severity']}, "
-        f"batch {like['batch_size']}, reset before each",
+        title=f"accuracy, %: {first['images']} images per corruption, severity {first['severity']}, "
+        f"batch {first['batch_size']}, reset before each",
     )
     for method in figures:
         shown.add_column(method, justify="right")
@@ -57,13 +58,14 @@ def _cell(value: float, bold: bool) -> str:
     return f"[bold]{value:.1f}[/]" if bold else f"{value:.1f}"
 
 
-def _fresh(out: Path) -> Path:
+def _new_folder(out: Path) -> Path:
+    """Return the first of `out`, `out-2`, `out-3`, ... that had no records, and claim it."""
     others = (out.with_name(f"{out.name}-{n}") for n in itertools.count(2))
     return next(folder for folder in itertools.chain([out], others) if _claimed(folder))
 
 
 def _claimed(folder: Path) -> bool:
-    """Whether the folder had no records; from now on it has a file of them, so that another demo goes elsewhere."""
+    """Return whether the folder had no records. It then has an empty file of them, so another demo uses another."""
     try:
         Store(folder).path.touch(exist_ok=False)
     except FileExistsError:

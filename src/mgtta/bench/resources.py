@@ -19,7 +19,7 @@ from mgtta._lib.profile import optimizer_apart, profiled
 from mgtta._lib.ranks import ranks_of
 from mgtta._lib.shipped import shipped
 from mgtta._lib.timm import timm
-from mgtta.adaptation.method import Method
+from mgtta.adaptation.wrapper import Adapting
 from mgtta.bench.cells import Cell, Setup, Training, digest
 from mgtta.bench.needs import (
     default_generator,
@@ -30,10 +30,10 @@ from mgtta.bench.needs import (
     takes_mirror,
 )
 from mgtta.bench.provenance import check_apart, seen
-from mgtta.data.cache import STAND_INS, Held, Room
+from mgtta.data.cache import Held, Room
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS, frost_source
 from mgtta.data.datasets import KINDS, is_imagenet_c, open_dataset, synsets
-from mgtta.data.glyphs import TEST_SEED, VALIDATION_SEED, Glyphs
+from mgtta.data.glyphs import STAND_INS, TEST_SEED, VALIDATION_SEED, Glyphs
 from mgtta.data.streams import Domain, corrupted, stream
 from mgtta.evaluation.loop import OnBatch, evaluate
 from mgtta.evaluation.record import Record
@@ -253,7 +253,7 @@ class Lab:
 
         return on_batch
 
-    def _method(self, cell: Cell, images: Any) -> Method:
+    def _method(self, cell: Cell, images: Any) -> Adapting:
         settings = dict(cell.settings)
         if needs_source(cell.method):
             settings["source"] = self.source

@@ -1,11 +1,12 @@
-"""What there is, and whether it works: the tables behind `mgtta list` and `mgtta doctor`."""
+"""The tables that `mgtta list` and `mgtta doctor` show."""
 
 import importlib.metadata
-import inspect
 import platform
 
+from rich.console import Console
 from rich.table import Table
 
+from mgtta import __version__
 from mgtta._lib.shipped import shipped
 
 # distribution -> what fails without it
@@ -23,58 +24,89 @@ PACKAGES = {
     "jinja2": "the report's page",
     "plotly": "the report's charts",
 }
+GIB = 2**30  # bytes
+
+
+def show(*tables: Table) -> None:
+    """Print the tables."""
+    console = Console()
+    for table in tables:
+        console.print(table)
 
 
 def tables() -> list[Table]:
-    from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
-    from mgtta.data.datasets import KINDS
-    from mgtta.methods.create import RECIPES, recipe_settings
+    """Return the tables of `mgtta list`."""
+    return [_methods(), _generators(), _models(), _data()]
 
-    methods = Table("method", "what it is", "needs", "settings", title="methods: mgtta.create(name, model, ...)")
-    for name, recipe in RECIPES.items():
-        settings = [
-            key if default is inspect.Parameter.empty else f"{key}={default}"
-            for key, default in recipe_settings(name).items()
-        ]
-        needs = inspect.signature(recipe).return_annotation.needs
-        what = (inspect.getdoc(recipe) or "").splitlines()[0]
-        methods.add_row(name, what, ", ".join(needs) or "nothing", ", ".join(settings))
 
-    generators = Table(
-        "generator", "hidden size", "memory", "trained on", title="generators: mgtta.load_generator(name)"
-    )
+def _methods() -> Table:
+    from mgtta.methods.registry import REQUIRED, recipes
+
+    table = Table("method", "what it is", "needs", "settings", title="methods: mgtta.create(name, model, ...)")
+    for recipe in recipes().values():
+        settings = [name if default is REQUIRED else f"{name}={default}" for name, default in recipe.settings.items()]
+        table.add_row(recipe.name, recipe.what, ", ".join(recipe.needs) or "nothing", ", ".join(settings))
+    return table
+
+
+def _generators() -> Table:
     from mgtta.learned.files import load_generator
 
+    columns = ("generator", "hidden size", "memory", "trained on")
+    table = Table(*columns, title="generators: mgtta.load_generator(name)")
     for name in shipped("generators"):
         generator = load_generator(name)
-        about = str(generator.about.get("protocol", ""))
-        generators.add_row(name, str(generator.hidden_size), generator.memory_kind, about)
+        protocol = str(generator.about.get("protocol", ""))
+        table.add_row(name, str(generator.hidden_size), generator.memory_kind, protocol)
+    return table
 
-    models = Table("model", "what it is", title="models: mgtta.load_model(name)")
+
+def _models() -> Table:
+    table = Table("model", "what it is", title="models: mgtta.load_model(name)")
     for name in shipped("models"):
-        models.add_row(name, "comes with the package, for mgtta.data.glyphs")
-    models.add_row("any timm name", "timm.list_models() shows them")
+        table.add_row(name, "comes with the package, for mgtta.data.glyphs")
+    table.add_row("any timm name", "timm.list_models() shows them")
+    return table
 
-    data = Table("data", "what it is", title="data: mgtta adapt DATA, mgtta.data.datasets.open_dataset(path)")
+
+def _data() -> Table:
+    from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
+    from mgtta.data.datasets import KINDS
+
+    table = Table("data", "what it is", title="data: mgtta adapt DATA, mgtta.data.datasets.open_dataset(path)")
     for kind, text in KINDS.items():
-        data.add_row(kind, text)
-    data.add_row("corruptions", ", ".join(CORRUPTIONS))
-    data.add_row("validation corruptions", ", ".join(VALIDATION_CORRUPTIONS))
-    return [methods, generators, models, data]
+        table.add_row(kind, text)
+    table.add_row("corruptions", ", ".join(CORRUPTIONS))
+    table.add_row("validation corruptions", ", ".join(VALIDATION_CORRUPTIONS))
+    return table
 
 
 def health() -> tuple[Table, bool]:
-    """The table, and whether nothing is missing."""
+    """Return the table of `mgtta doctor`, and whether nothing is missing."""
     table = Table("what", "found", "remedy", title="mgtta doctor")
-    well = True
-    table.add_row("mgtta", importlib.metadata.version("mgtta"), "")
+    table.add_row("mgtta", __version__, "")
     table.add_row("python", f"{platform.python_version()} on {platform.platform()}", "")
+    packages_found = _add_packages(table)
+    devices_found = _add_devices(table)
+    for kind in ("models", "sources", "generators"):
+        table.add_row(f"shipped {kind}", ", ".join(shipped(kind)) or "none", "")
+    return table, packages_found and devices_found
+
+
+def _add_packages(table: Table) -> bool:
+    """Add a row for each package; return whether all are installed."""
+    complete = True
     for name, use in PACKAGES.items():
         try:
             table.add_row(name, importlib.metadata.version(name), "")
         except importlib.metadata.PackageNotFoundError:
-            well = False
+            complete = False
             table.add_row(name, "[red]missing[/]", f"pip install {name}  (for {use})")
+    return complete
+
+
+def _add_devices(table: Table) -> bool:
+    """Add a row for each device; return whether torch could be asked."""
     try:
         for row in _devices():
             table.add_row(*row)
@@ -82,15 +114,13 @@ def health() -> tuple[Table, bool]:
 
         if _library is not None:
             table.add_row("torchvision", "its operators are built for another torch; none is used here", "")
-    except ModuleNotFoundError as error:  # named above
+    except ModuleNotFoundError as error:  # the rows of the packages name it too
         table.add_row("devices", f"[red]unknown without {error.name}[/]", f"pip install {error.name}")
-        well = False
+        return False
     except Exception as error:
         table.add_row("devices", f"[red]{type(error).__name__}: {error}[/]", "install matching torch and torchvision")
-        well = False
-    for kind in ("models", "sources", "generators"):
-        table.add_row(f"shipped {kind}", ", ".join(shipped(kind)) or "none", "")
-    return table, well
+        return False
+    return True
 
 
 def _devices() -> list[tuple[str, str, str]]:
@@ -101,5 +131,5 @@ def _devices() -> list[tuple[str, str, str]]:
         return [*rows, ("cuda", "none", "adaptation runs on the CPU; a CUDA build of torch uses a GPU")]
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
-        rows.append((f"cuda:{i}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB", ""))
+        rows.append((f"cuda:{i}", f"{properties.name}, {properties.total_memory / GIB:.0f} GiB", ""))
     return rows

@@ -1,4 +1,4 @@
-"""What a benchmark does while it does it: bars for people, lines of JSON for machines."""
+"""The progress of a benchmark: bars for people, lines of JSON for programs."""
 
 import json
 import time
@@ -12,16 +12,20 @@ from mgtta.bench.cells import Cell
 from mgtta.bench.resources import Watch
 from mgtta.evaluation.record import Record
 
+SHORTEST_SECONDS = 1e-9  # so that no speed is a division by zero
+
 
 class Bars(Watch):
-    """A bar with the cells done and the time left, and a line on what runs: accuracy so far and images a second."""
+    """Show a bar with the cells done and the time left, and what runs: accuracy so far and images a second."""
 
     def __init__(self) -> None:
         self.progress = progress_bar(TextColumn("{task.fields[now]}"), compact=True, transient=True)
         self.task: TaskID | None = None
-        self.finished, self.total = 0, 0
-        self.running: tuple[Cell | None, float] = (None, 0.0)  # what runs here, and when its first batch was done
-        self.seen = 0
+        self.finished = 0
+        self.total = 0
+        self.running: Cell | None = None
+        self.since = 0.0  # when the first batch of the running cell was done
+        self.seen = 0  # images of the running cell since then
 
     def __enter__(self) -> "Bars":
         self.progress.start()
@@ -31,19 +35,24 @@ class Bars(Watch):
         self.progress.stop()
 
     def start(self, title: str, cells: int, finished: int) -> None:
-        self.finished, self.total = finished, cells
+        self.finished = finished
+        self.total = cells
         self.task = self.progress.add_task(title, total=cells, completed=finished, now="")
 
     def note(self, text: str) -> None:
         self._show(text)
 
     def batch(self, cell: Cell, record: Record, part: float) -> None:
-        now, speed = time.perf_counter(), ""
-        if self.running[0] is not cell:
-            self.running, self.seen = (cell, now), 0
+        now = time.perf_counter()
+        speed = ""
+        if self.running is not cell:
+            self.running = cell
+            self.since = now
+            self.seen = 0
         else:
             self.seen += record.sizes[-1]
-            speed = f", {self.seen / max(now - self.running[1], 1e-9):.0f} images/s"
+            seconds = max(now - self.since, SHORTEST_SECONDS)
+            speed = f", {self.seen / seconds:.0f} images/s"
         accuracy = "" if record.top1 is None else f": {record.top1:.1f} %"
         self._show(f"{cell.method} on {record.domain}{accuracy}{speed}", part)
 
@@ -58,7 +67,7 @@ class Bars(Watch):
 
 
 class Lines(Watch):
-    """One line of JSON on the standard output for each event: start, note, record; end or error."""
+    """Print one line of JSON for each event: start, note, record; at last end or error."""
 
     def __init__(self, out: Path) -> None:
         self.out = out

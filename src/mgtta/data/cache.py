@@ -1,32 +1,37 @@
-"""Images that are decoded once and then held in memory, and the characters in other styles."""
+"""Keeps decoded images in memory, so that each is decoded once."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from mgtta.data.glyphs import CLASSES, Glyphs
+from mgtta.data.images import ImageError
 
 
 class Room:
-    """Bytes that several data sets share."""
+    """A number of bytes that several data sets share."""
 
     def __init__(self, left: int):
         self.left = left
 
     def take(self, size: int) -> bool:
-        fits = size <= self.left
-        self.left -= size if fits else 0
-        return fits
+        """Take `size` bytes and return True, or take nothing and return False if they do not fit."""
+        if size > self.left:
+            return False
+        self.left -= size
+        return True
 
 
 class Held(Dataset):
-    """A data set whose images are kept, as they are asked for, as long as there is room; else as it was."""
+    """A data set whose images are kept after the first access, as long as there is room.
+
+    What a data set does not know (labels, names of classes) is None here.
+    """
 
     def __init__(self, dataset: Any, room: Room):
-        self.dataset, self.room = dataset, room
+        self.dataset = dataset
+        self.room = room
         self._kept: dict[int, tuple[Tensor, int]] = {}
 
     def __len__(self) -> int:
@@ -40,43 +45,36 @@ class Held(Dataset):
             self._kept[i] = image, label
         return image, label
 
-    def __getattr__(self, name: str) -> Any:  # labels, classes, class_indices, skip, ...
-        if name == "dataset":
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
+    @property
+    def labels(self) -> Tensor | None:
+        return getattr(self.dataset, "labels", None)
 
+    @property
+    def classes(self) -> Sequence[str] | None:
+        return getattr(self.dataset, "classes", None)
 
-def sketch(image: Tensor) -> Tensor:
-    """Dark edges on white, (3, H, W) uint8."""
-    grey = image.float().mean(0)
-    edges = (grey.diff(dim=0, prepend=grey[:1]).abs() + grey.diff(dim=1, prepend=grey[:, :1]).abs()).clamp(max=255)
-    return (255 - edges).to(torch.uint8).expand(3, -1, -1).contiguous()
+    @property
+    def class_indices(self) -> list[int] | None:
+        return getattr(self.dataset, "class_indices", None)
 
+    @property
+    def size(self) -> int | None:
+        """The side of an image in pixels."""
+        return getattr(self.dataset, "size", None)
 
-def inverted(image: Tensor) -> Tensor:
-    return 255 - image
+    @property
+    def skipped(self) -> list[tuple[str, str]]:
+        """The (name, reason) of each image that was found unreadable so far."""
+        return getattr(self.dataset, "skipped", [])
 
+    def skip(self, i: int, reason: str) -> None:
+        """Count image i as unreadable, or raise an ImageError if the data set does not skip images."""
+        if not hasattr(self.dataset, "skip"):
+            raise ImageError(reason)
+        self.dataset.skip(i, reason)
 
-class StyledGlyphs(Dataset):
-    """The characters of a seed in another style; of some classes only, as ImageNet-R and -A have some."""
-
-    def __init__(self, n: int, style: Callable[[Tensor], Tensor], classes: int = len(CLASSES)):
-        self.glyphs, self.style = Glyphs(n * len(CLASSES) // classes), style
-        self.rows = (self.glyphs.labels < classes).nonzero().flatten().tolist()
-        self.labels = self.glyphs.labels[self.rows]
-        self.classes = CLASSES[:classes]
-        self.class_indices = None if classes == len(CLASSES) else list(range(classes))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        image, label = self.glyphs[self.rows[i]]
-        return self.style(image), label
-
-
-# what stands in for -R and -Sketch where there is nothing but the characters
-STAND_INS: dict[str, Callable[[int], StyledGlyphs]] = {
-    "glyphs-inverted": lambda n: StyledGlyphs(n, inverted, classes=10),
-    "glyphs-sketch": lambda n: StyledGlyphs(n, sketch),
-}
+    def name(self, i: int) -> str:
+        """Return the name of image i, or its number if the data set does not name images."""
+        if not hasattr(self.dataset, "name"):
+            return str(i)
+        return self.dataset.name(i)

@@ -1,7 +1,7 @@
-"""Image data sets on disk or in WebDataset tars: numbered images with labels, decoded when asked for.
+"""Image data sets on disk or in WebDataset tars: numbered images with labels, decoded on access.
 
-A label is a column of the scored logits. Where a set has fewer than ImageNet's 1000 classes (-R, -A),
-`class_indices` says which they are, so that `load_model(..., classes=dataset.class_indices)` fits.
+A label is a column of the scored logits. If a set has fewer than ImageNet's 1000 classes (-R, -A),
+`class_indices` lists the ones it has: pass it on as `load_model(..., classes=dataset.class_indices)`.
 """
 
 import os
@@ -9,20 +9,20 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from mgtta._lib.errors import unknown
-from mgtta.data.images import ImageError, decode, is_image
+from mgtta.data.images import ImageError, decode, is_image, is_other_image, left_out, warn_left_out
 from mgtta.data.shards import expand, is_tar, split
 from mgtta.data.shards import samples as read_samples
 
 OnError = Literal["raise", "skip"]
 
-# kind -> what a folder of it looks like, and where it is to be had
+# kind -> what its folder looks like, and where to download it
 KINDS = {
     "imagenet": "1000 synset folders (n01440764/*.JPEG); the ILSVRC2012 validation set, from image-net.org",
     "imagenet-c": "<corruption>/<severity>/<synset>/*.JPEG; from zenodo.org/records/2235448",
@@ -34,18 +34,18 @@ KINDS = {
     "flat": "images without labels, in one folder",
     "tar": "WebDataset shards: KEY.jpg beside KEY.cls, in one .tar or several",
 }
-SUBSETS = ("imagenet-r", "imagenet-a")  # scored over the classes that they hold
+SUBSETS = ("imagenet-r", "imagenet-a")  # only the classes that they hold are scored
 SYNSET = re.compile(r"n\d{8}")
 
 
 class ImageDataset(Dataset):
-    """Images by number: `dataset[i]` is (uint8 (3, size, size), label), the label -1 where there is none.
+    """Images by number: `dataset[i]` is (uint8 (3, size, size), label); without labels, the label is -1.
 
     Attributes:
         labels: (N,) int64, or None.
-        classes: the name of each class, or None where the set does not say.
+        classes: the name of each class, or None if the set does not name them.
         class_indices: the model's classes that are scored, or None for all of them.
-        on_error: what iterating, here or in a stream, does at an unreadable image: raise, or skip and count.
+        on_error: what happens at an unreadable image, here or in a stream: "raise", or "skip" and count it.
     """
 
     def __init__(
@@ -67,11 +67,13 @@ class ImageDataset(Dataset):
         self.labels = None if labels is None else torch.tensor(labels, dtype=torch.int64)
         self.classes = None if classes is None else list(classes)
         self.class_indices = None if class_indices is None else list(class_indices)
-        self.size, self.crop_pct, self.on_error = size, crop_pct, on_error
+        self.size = size
+        self.crop_pct = crop_pct
+        self.on_error = on_error
         self._skipped: dict[int, str] = {}
 
     def encoded(self, i: int) -> tuple[bytes | str, str]:
-        """The encoded image, or the path of the file that holds it; and what to call it in an error."""
+        """Return the encoded image or the path of its file, and what an error calls it."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -82,7 +84,8 @@ class ImageDataset(Dataset):
             raise IndexError(f"image {i} of {len(self)}")
         file, where = self.encoded(i)
         image = decode(file, name=where, size=self.size, crop_pct=self.crop_pct)
-        return image, -1 if self.labels is None else int(self.labels[i])
+        label = -1 if self.labels is None else int(self.labels[i])
+        return image, label
 
     def __iter__(self) -> Iterator[tuple[Tensor, int]]:
         for i in range(len(self)):
@@ -92,36 +95,38 @@ class ImageDataset(Dataset):
                 self.skip(i, str(error))
 
     def name(self, i: int) -> str:
+        """Return the name of image i for records and file names."""
         return self.names[i]
 
     def skip(self, i: int, reason: str) -> None:
-        """Count image i as unreadable, or raise if that is how this set was opened."""
+        """Count image i as unreadable, or raise an ImageError if `on_error` is "raise"."""
         if self.on_error == "raise":
             raise ImageError(reason)
         self._skipped[i] = reason
 
     @property
     def skipped(self) -> list[tuple[str, str]]:
-        """(name, reason) of each image found unreadable so far."""
+        """The (name, reason) of each image that was found unreadable so far."""
         return [(self.name(i), reason) for i, reason in self._skipped.items()]
 
 
 class ImageFolder(ImageDataset):
-    """A folder of images, with one folder for each class or with none."""
+    """A folder of images without labels, or of one folder for each class."""
 
     def __init__(self, root: str | os.PathLike, kind: str = "folder", **options: Any):
         self.root = Path(root)
         if kind == "flat":
-            super().__init__(_image_files(self.root), **options)
+            names, others = _scan(self.root)
+            super().__init__(names, **options)
         else:
             folders = _class_folders(self.root)
             label_of, class_indices = _labels(folders, kind, self.root)
-            _check_tree(self.root, folders)
-            names = [f"{folder}/{file}" for folder in folders for file in _image_files(self.root / folder)]
+            names, others = _check_tree(self.root, folders)
             labels = [label_of[name.partition("/")[0]] for name in names]
             super().__init__(names, labels, classes=_names(label_of), class_indices=class_indices, **options)
-        if not self.names:
-            raise _not_found(self.root, kind, "it holds no images")
+        if not names:
+            raise _not_found(self.root, kind, f"it holds no images{left_out(others)}")
+        warn_left_out(others, self.root)
 
     def encoded(self, i: int) -> tuple[str, str]:
         path = os.path.join(self.root, self.names[i])
@@ -136,7 +141,7 @@ class ImageTars(ImageDataset):
         labels = [sample.label for sample in samples if sample.label is not None]
         if labels and len(labels) < len(samples):
             bare = next(sample for sample in samples if sample.label is None)
-            raise ValueError(f"{bare.image.name} has no .cls beside it, though others do: label all or none")
+            raise ValueError(f"{bare.image.name} has no .cls beside it, but other images do: label all or none")
         self._places = [sample.image for sample in samples]
         super().__init__([sample.key for sample in samples], labels or None, **options)
 
@@ -154,18 +159,18 @@ def open_dataset(
     cache_dir: str | os.PathLike | None = None,
     part: tuple[int, int] | None = None,
 ) -> ImageDataset:
-    """The data set at `path`, by what is found there.
+    """Return the data set at `path`; its kind is guessed from what is found there.
 
-    A `.tar`, several by braces or globs (`val-{000..049}.tar`), or a URL: WebDataset. A folder of folders:
-    one class each, ImageNet's synsets in ImageNet's order. A folder of images: no labels.
+    A `.tar`, several of them by braces or globs (`val-{000..049}.tar`), or a URL is a WebDataset. A folder of
+    folders has one class in each; ImageNet's synsets get ImageNet's order. A folder of images has no labels.
 
     Args:
-        kind: one of KINDS, where the guess is wrong or a missing folder should say where to get the set.
+        kind: one of KINDS. Give it if the guess is wrong, or for an error that says where to download the set.
         size, crop_pct: see `mgtta.data.images.decode`.
-        on_error: "raise" at an unreadable image, or "skip" and count it in `dataset.skipped`.
+        on_error: "raise" at an unreadable image, or "skip" it and count it in `dataset.skipped`.
         cache_dir: where shards from URLs are kept.
-        part: (rank, ranks): of several shards those of this rank alone, which may be none; the others are neither
-            opened nor fetched. Every shard is one rank's.
+        part: (rank, ranks): only this rank's shards, which may be none; the others are neither opened nor fetched.
+            Every shard belongs to one rank.
     """
     if kind is not None and kind not in KINDS:
         raise unknown("kind of data set", kind, KINDS)
@@ -173,19 +178,22 @@ def open_dataset(
     if kind == "tar" or not isinstance(path, str | os.PathLike) or is_tar(os.fspath(path)):
         return ImageTars(split(expand(path), part), cache_dir, **options)
     if part is not None:
-        raise ValueError(f"only WebDataset shards are split over ranks, and {path} is none")
+        raise ValueError(f"only WebDataset shards are split over ranks, and {path} is not one")
     root = Path(path).expanduser()
+    if root.is_file():
+        raise _not_found(root, kind, "it is a file")
     if not root.is_dir():
-        raise _not_found(root, kind, "it is a file" if root.exists() else "it does not exist")
+        raise _not_found(root, kind, "it does not exist")
     if kind == "imagenet-c" or (kind is None and is_imagenet_c(root)):
-        raise ValueError(f"{root} is ImageNet-C: open one corruption, by imagenet_c({str(root)!r}, NAME)")
-    return ImageFolder(root, kind or ("folder" if _class_folders(root) else "flat"), **options)
+        raise ValueError(f"{root} is ImageNet-C: open one corruption with imagenet_c({str(root)!r}, NAME)")
+    guess = "folder" if _class_folders(root) else "flat"
+    return ImageFolder(root, kind or guess, **options)
 
 
 def imagenet_c(root: str | os.PathLike, corruption: str, severity: int = 5, **options: Any) -> ImageFolder:
-    """One corruption of ImageNet-C as published: root/<corruption>/<severity>/<synset>/*.JPEG.
+    """Return one corruption of ImageNet-C as published: root/<corruption>/<severity>/<synset>/*.JPEG.
 
-    Or of a tree of that shape with classes of one's own, such as `mgtta corrupt` writes.
+    A tree of the same layout with other classes is read too, such as `mgtta corrupt` writes.
     """
     root = Path(root).expanduser()
     if not root.is_dir():
@@ -196,8 +204,9 @@ def imagenet_c(root: str | os.PathLike, corruption: str, severity: int = 5, **op
     folder = root / corruption / str(severity)
     if not folder.is_dir():
         raise unknown(f"severity in {root / corruption}:", severity, _folders(root / corruption))
-    synsets_there = any(SYNSET.fullmatch(name) for name in _folders(folder))
-    return ImageFolder(folder, "imagenet" if synsets_there else "folder", **options)
+    if any(SYNSET.fullmatch(name) for name in _folders(folder)):
+        return ImageFolder(folder, "imagenet", **options)
+    return ImageFolder(folder, "folder", **options)
 
 
 def _folders(root: Path) -> list[str]:
@@ -207,36 +216,56 @@ def _folders(root: Path) -> list[str]:
 
 def _class_folders(root: Path) -> list[str]:
     folders = _folders(root)
-    return sorted(folders, key=int) if all(_is_number(f) for f in folders) else folders
+    if all(_is_number(f) for f in folders):
+        return sorted(folders, key=int)
+    return folders
 
 
-def _image_files(root: Path) -> list[str]:
+class _Files(NamedTuple):
+    images: list[str]
+    others: list[str]  # image files of formats that are not read
+
+
+def _scan(root: Path) -> _Files:
+    """Return the names of a folder's image files."""
     with os.scandir(root) as entries:
-        return sorted(e.name for e in entries if is_image(e.name) and e.is_file())
+        files = sorted(e.name for e in entries if (is_image(e.name) or is_other_image(e.name)) and e.is_file())
+    return _Files([name for name in files if is_image(name)], [name for name in files if is_other_image(name)])
 
 
-def _check_tree(root: Path, folders: list[str]) -> None:
-    """Images that lie anywhere but in the class folders would be left out without a word."""
-    if folders and (loose := _image_files(root)):
+def _check_tree(root: Path, folders: list[str]) -> _Files:
+    """Return the files of all class folders; raise an error if images lie anywhere else.
+
+    Such images would be left out without a message.
+    """
+    loose = _scan(root)
+    if folders and loose.images:
         raise ValueError(
-            f"{root} holds images ({loose[0]}, ...) beside the folder {folders[0]}: name a folder of images alone, or "
-            "of class folders alone"
+            f"{root} holds images ({loose.images[0]}, ...) beside the folder {folders[0]}: name a folder that holds "
+            "only images, or only class folders"
         )
+    tree = _Files([], loose.others)
     for folder in folders:
-        if (deeper := _folders(root / folder)) and not _image_files(root / folder):
+        found = _scan(root / folder)
+        if not found.images and not found.others and (deeper := _folders(root / folder)):
             raise ValueError(
                 f"{root / folder} holds no images but the folder {deeper[0]}: name a folder whose own folders hold them"
             )
+        tree.images.extend(f"{folder}/{name}" for name in found.images)
+        tree.others.extend(f"{folder}/{name}" for name in found.others)
+    return tree
 
 
 def _labels(folders: list[str], kind: str, root: Path) -> tuple[Mapping[str, int], list[int] | None]:
-    """The label of each class folder, and which of the 1000 classes they are if not all."""
+    """Return the label of each class folder, and the indices of these classes if they are not all 1000."""
     if kind == "folder" and not all(SYNSET.fullmatch(f) and f in synsets() for f in folders):
         return {f: i for i, f in enumerate(folders)}, None
-    index = {str(i): i for i in range(1000)} if kind == "imagenet-v2" else synsets()
+    index = synsets()
+    if kind == "imagenet-v2":
+        index = {str(i): i for i in range(1000)}
     stranger = next((f for f in folders if f not in index), None)
     if stranger is not None:
-        raise _not_found(root, kind, f"it holds the folder {stranger}, none of ImageNet's 1000 classes")
+        raise _not_found(root, kind, f"it holds the folder {stranger}, which is not one of ImageNet's 1000 classes")
     if len(folders) == len(index) or kind not in ("folder", *SUBSETS):
         return {f: index[f] for f in folders}, None
     scored = sorted(index[f] for f in folders)
@@ -245,16 +274,17 @@ def _labels(folders: list[str], kind: str, root: Path) -> tuple[Mapping[str, int
 
 @cache
 def synsets() -> dict[str, int]:
-    """ImageNet's 1000 synsets -> the class index of each."""
+    """Return the class index of each of ImageNet's 1000 synsets."""
     from mgtta._lib.timm import timm
 
     return {name: i for i, name in enumerate(timm.data.ImageNetInfo().label_names())}
 
 
 def _names(label_of: Mapping[str, int]) -> list[str] | None:
-    """The folders in the order of their labels, where no label is left out."""
+    """Return the folders in the order of their labels, or None if a label has no folder."""
     names = sorted(label_of, key=lambda f: label_of[f])
-    return names if max(label_of.values(), default=-1) == len(names) - 1 else None
+    last = max(label_of.values(), default=-1)
+    return names if last == len(names) - 1 else None
 
 
 def _is_number(name: str) -> bool:
@@ -267,10 +297,13 @@ def _is_severities(folder: Path) -> bool:
 
 
 def is_imagenet_c(root: Path) -> bool:
+    """Return whether the folder has ImageNet-C's layout: corruptions, then severities, then classes."""
     folders = _folders(root)
-    return bool(folders) and _is_severities(root / folders[0]) and not _image_files(root / folders[0])
+    return bool(folders) and _is_severities(root / folders[0]) and not _scan(root / folders[0]).images
 
 
 def _not_found(root: Path, kind: str | None, found: str) -> FileNotFoundError:
-    sought = f"{kind}, {KINDS[kind]}" if kind else "a folder of images, a folder of class folders, or a .tar"
+    sought = "a folder of images, a folder of class folders, or a .tar"
+    if kind:
+        sought = f"{kind}, {KINDS[kind]}"
     return FileNotFoundError(f"no images at {root}: {found}; looked for {sought}")

@@ -1,10 +1,9 @@
-"""An image tree in, a tree in the shape of ImageNet-C out: `mgtta corrupt IN OUT`."""
+"""Writes a corrupted copy of an image tree in the layout of ImageNet-C: `mgtta corrupt IN OUT`."""
 
 import json
 import os
-import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -15,19 +14,19 @@ from PIL import Image
 from mgtta._lib.bars import progress_bar
 
 from .corruptions import CORRUPTIONS, SEVERITIES, VALIDATION_CORRUPTIONS, corrupt, frost_source
+from .images import EXTENSIONS, MAX_PIXELS, ImageError, is_image, is_other_image, left_out, read_image, warn_left_out
 
-SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff"}
 SETTINGS = "corruptions.json"
-QUALITY = 85  # of the published files
+JPEG_QUALITY = 85  # the quality of the published files
 
 
 @dataclass
 class Export:
-    """What became of an export: files written, files already there, images that could not be read."""
+    """The outcome of an export: files written, files already there, images that could not be read."""
 
     written: int = 0
     present: int = 0
-    unreadable: list[tuple[Path, str]] = field(default_factory=list)
+    unreadable: list[tuple[Path, str]] = field(default_factory=list)  # (path, reason)
 
     def __str__(self) -> str:
         lines = [f"{self.written} written, {self.present} already there, {len(self.unreadable)} unreadable"]
@@ -36,7 +35,7 @@ class Export:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the pixels of a tree depend on; kept beside them, so that a tree never holds two kinds."""
+    """The settings that decide the pixels of a tree; kept beside the images, so that a tree never mixes two."""
 
     seed: int
     size: int | None
@@ -58,24 +57,25 @@ def corrupt_folder(
     batch_size: int = 32,
     progress: bool = True,
 ) -> Export:
-    """Writes dst/<corruption>/<severity>/<class folder>/<name>.JPEG for each image under src.
+    """Write dst/<corruption>/<severity>/<class folder>/<name>.JPEG for each image under src.
 
-    Files that are there already are kept, so a run that was stopped goes on where it was. Images that cannot
-    be read (or decompress to more pixels than PIL allows) are left out and named in the result.
+    Files that are already there are kept, so a run that was stopped resumes. Images that cannot be read (see
+    `mgtta.data.images`) are left out and named in the result.
 
     Args:
         src: a folder of images, or of class folders.
-        size: as ImageNet-C: the shorter side is resized to 256/224 of this, and the centre is cut out.
-            None leaves images as they are.
-        frost_textures: a folder of images for frost; generated ones unless told.
+        size: as for ImageNet-C, the shorter side is resized to 256/224 of this and the centre is cropped.
+            None keeps each image's own size.
+        frost_textures: a folder of images for frost; by default textures are generated.
     """
-    src, dst = Path(src), Path(dst)
+    src = Path(src)
+    dst = Path(dst)
     _check(src, dst, corruptions, severities, batch_size)
     images = _images(src)
     names = [image.relative_to(src).with_suffix(".JPEG") for image in images]
     _check_names(images, names)
     checksum = zlib.crc32("\n".join(name.as_posix() for name in names).encode())
-    _settle(dst, Settings(seed, size, frost_source(frost_textures), len(images), checksum))
+    _keep_settings(dst, Settings(seed, size, frost_source(frost_textures), len(images), checksum))
 
     result = Export()
     jobs = [(corruption, severity) for corruption in corruptions for severity in severities]
@@ -83,27 +83,25 @@ def corrupt_folder(
         task = bar.add_task("corrupting", total=len(images) * len(jobs))
         for start in range(0, len(images), batch_size):
             batch = range(start, min(start + batch_size, len(images)))
-            missing = {job: {i for i in batch if not (dst / job[0] / str(job[1]) / names[i]).exists()} for job in jobs}
+            missing = {job: {i for i in batch if not (dst / _folder(job) / names[i]).exists()} for job in jobs}
             wanted = sorted(set().union(*missing.values()))
-            pixels = dict(_read(images, wanted, size, result))
-            for (corruption, severity), places in missing.items():
-                folder = dst / corruption / str(severity)
+            pixels = _read(images, wanted, size, result)
+            for job, places in missing.items():
                 for same_size in _by_size(pixels, places):
                     x = torch.from_numpy(np.stack([pixels[i] for i in same_size])).to(device)
-                    y = corrupt(
-                        x.permute(0, 3, 1, 2),
-                        corruption,
-                        severity,
-                        index=torch.tensor(same_size),
-                        seed=seed,
-                        frost_textures=frost_textures,
-                    )
+                    index = torch.tensor(same_size)
+                    y = corrupt(x.permute(0, 3, 1, 2), *job, index=index, seed=seed, frost_textures=frost_textures)
                     for i, image in zip(same_size, y.permute(0, 2, 3, 1).cpu().numpy(), strict=True):
-                        _write(image, folder / names[i], dst)
+                        _write(image, dst / _folder(job) / names[i], dst)
                         result.written += 1
                 result.present += len(batch) - len(places)
                 bar.advance(task, len(batch))
     return result
+
+
+def _folder(job: tuple[str, int]) -> str:
+    corruption, severity = job
+    return f"{corruption}/{severity}"
 
 
 def _check(src: Path, dst: Path, corruptions: Sequence[str], severities: Sequence[int], batch_size: int) -> None:
@@ -121,11 +119,13 @@ def _check(src: Path, dst: Path, corruptions: Sequence[str], severities: Sequenc
 
 
 def _images(src: Path) -> list[Path]:
-    """All images under src in a fixed order; links to folders are not followed."""
+    """Return all images under src in a fixed order; links to folders are not followed."""
     found = [Path(top, name) for top, _, files in os.walk(src) for name in files]
-    images = [path for path in found if path.suffix.lower() in SUFFIXES and not path.name.startswith(".")]
+    images = [path for path in found if is_image(path.name)]
+    others = sorted(path.name for path in found if is_other_image(path.name))
     if not images:
-        raise FileNotFoundError(f"no images under {str(src)!r}; looked for {' '.join(sorted(SUFFIXES))}")
+        raise FileNotFoundError(f"no images under {str(src)!r}; looked for {' '.join(EXTENSIONS)}{left_out(others)}")
+    warn_left_out(others, src)
     return sorted(images, key=lambda path: path.relative_to(src).as_posix())
 
 
@@ -136,9 +136,10 @@ def _check_names(images: list[Path], names: list[Path]) -> None:
             raise ValueError(f"{str(first[name])!r} and {str(image)!r} would both become {str(name)!r}: rename one")
 
 
-def _settle(dst: Path, settings: Settings) -> None:
-    """Leaves the settings in dst, or refuses to go on with others than those found there."""
-    path, now = dst / SETTINGS, asdict(settings)
+def _keep_settings(dst: Path, settings: Settings) -> None:
+    """Write the settings into dst, or raise an error if dst was written with others."""
+    path = dst / SETTINGS
+    now = asdict(settings)
     if path.exists():
         before = json.loads(path.read_text())
         if changed := [key for key in now if before.get(key) != now[key]]:
@@ -151,35 +152,35 @@ def _settle(dst: Path, settings: Settings) -> None:
     os.replace(part, path)
 
 
-def _read(images: list[Path], places: list[int], size: int | None, result: Export) -> Iterator[tuple[int, np.ndarray]]:
+def _read(images: list[Path], places: list[int], size: int | None, result: Export) -> dict[int, np.ndarray]:
+    """Return place -> pixels (H, W, 3) of the images that can be read; the others are noted in `result`."""
+    pixels = {}
     for i in places:
         try:
-            yield i, _pixels(images[i], size)
-        except (
-            OSError,
-            SyntaxError,
-            ValueError,
-            Image.DecompressionBombError,
-            Image.DecompressionBombWarning,
-        ) as error:
-            result.unreadable.append((images[i], str(error) or type(error).__name__))
+            pixels[i] = _pixels(images[i], size)
+        except ImageError as error:
+            result.unreadable.append((images[i], error.reason))
+    return pixels
 
 
 def _pixels(path: Path, size: int | None) -> np.ndarray:
-    """(H, W, 3) uint8."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        with Image.open(path) as file:
-            image = file.convert("RGB")
+    """Return the image at the given size, cropped, or at its own: (H, W, 3) uint8."""
+    pixels = read_image(path, name=str(path))
+    h, w = pixels.shape[:2]
     if size is None:
-        if min(image.size) < 32:
-            raise ValueError(f"{image.width} x {image.height} pixels; at least 32 x 32 are needed")
-        return np.array(image)
-    w, h = image.size
+        if min(h, w) < 32:
+            reason = f"{w} x {h} pixels; at least 32 x 32 are needed"
+            raise ImageError(f"cannot corrupt {path}: {reason}", reason)
+        return pixels
     ratio = size * 256 / 224 / min(w, h)
-    w, h = max(size, int(w * ratio)), max(size, int(h * ratio))
-    image = image.resize((w, h), Image.Resampling.BILINEAR)
-    left, top = round((w - size) / 2), round((h - size) / 2)
+    w = max(size, int(w * ratio))
+    h = max(size, int(h * ratio))
+    if w * h > MAX_PIXELS:  # an image that is one pixel wide grows to this
+        reason = f"would be resized to {w} x {h} pixels"
+        raise ImageError(f"cannot corrupt {path}: {reason}", reason)
+    image = Image.fromarray(pixels).resize((w, h), Image.Resampling.BILINEAR)
+    left = round((w - size) / 2)
+    top = round((h - size) / 2)
     return np.array(image.crop((left, top, left + size, top + size)))
 
 
@@ -191,10 +192,10 @@ def _by_size(pixels: dict[int, np.ndarray], places: set[int]) -> list[list[int]]
 
 
 def _write(image: np.ndarray, path: Path, root: Path) -> None:
-    """Whole or not at all: a stopped run leaves no half-written image under its name."""
+    """Write the whole image or nothing: a stopped run leaves no half-written image under its name."""
     if not path.parent.resolve().is_relative_to(root.resolve()):
         raise ValueError(f"{str(path.parent)!r} is a link out of {str(root)!r}: remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
-    Image.fromarray(image).save(part, "JPEG", quality=QUALITY, optimize=True)
+    Image.fromarray(image).save(part, "JPEG", quality=JPEG_QUALITY, optimize=True)
     os.replace(part, path)

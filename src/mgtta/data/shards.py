@@ -1,8 +1,8 @@
-"""WebDataset shards, local or by URL: where each sample's bytes lie, without reading them.
+"""Lists the samples of WebDataset shards, local or by URL: where each one's bytes are, without reading them.
 
-The webdataset library expands the list of shards, opens URLs and groups members into samples. What it groups
-here is not a member's bytes but their place in the shard: so images are read in any order, by any process,
-and none is held in memory. A shard by URL is fetched once and kept.
+The webdataset library expands the list of shards, opens URLs and groups members into samples. Here it groups not the
+bytes of the members but their places in the shard. So images are read in any order, by any process, and none is kept
+in memory. A shard by URL is fetched once and kept on disk.
 """
 
 import glob
@@ -22,13 +22,13 @@ from webdataset.tariterators import group_by_keys
 
 from mgtta._lib.errors import unknown
 from mgtta._lib.files import atomic
-from mgtta.data.images import EXTENSIONS, MAX_BYTES, ImageError
+from mgtta.data.images import EXTENSIONS, MAX_BYTES, OTHER_EXTENSIONS, ImageError, left_out, warn_left_out
 
 SCHEMES = ("http", "https", "ftps", "sftp", "scp", "gs", "hf", "ais")  # "pipe:" would run a shell command
 
 
 class Place(NamedTuple):
-    """Where the bytes of a member lie."""
+    """The place of a member's bytes."""
 
     path: str
     offset: int
@@ -47,20 +47,25 @@ class Place(NamedTuple):
 
 
 class Sample(NamedTuple):
+    """An image, and its label if the shard has one."""
+
     key: str
     image: Place
     label: int | None
 
 
 def is_tar(path: str) -> bool:
+    """Return whether a path or URL names a shard."""
     url = urlparse(path)
     return bool(url.netloc) or url.path.endswith((".tar", ".tar.gz", ".tgz"))
 
 
 def expand(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
-    """The local files and URLs, with braces and then globs expanded."""
+    """Return the local files and URLs, with braces and then globs expanded."""
+    if isinstance(paths, str | os.PathLike):
+        paths = [paths]
     shards = []
-    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+    for path in paths:
         for url in expand_urls(os.fspath(path).removeprefix("file://")):
             if _is_remote(url):
                 shards.append(url)
@@ -73,7 +78,7 @@ def expand(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
 
 
 def split(shards: Sequence[str], part: tuple[int, int] | None) -> list[str]:
-    """The shards of rank, part being (rank, ranks): each is one rank's, and ranks differ by one at most."""
+    """Return the shards of one rank, part being (rank, ranks): each shard goes to one rank, evenly up to one shard."""
     if not shards:
         raise ValueError("no shards were named")
     rank, ranks = part or (0, 1)
@@ -81,17 +86,22 @@ def split(shards: Sequence[str], part: tuple[int, int] | None) -> list[str]:
 
 
 def samples(shards: Sequence[str], cache_dir: str | os.PathLike | None = None) -> list[Sample]:
-    """Every KEY.jpg (or another image) of the shards, with the number in KEY.cls beside it."""
+    """Return every KEY.jpg (or another image) of the shards, with the number in KEY.cls beside it."""
     pipeline = webdataset.DataPipeline(
         webdataset.SimpleShardList(shards), lambda urls: _members(urls, cache_dir), group_by_keys
     )
     found = []
+    others: list[str] = []
     for sample in pipeline:
         image = next((sample[e] for e in EXTENSIONS if e in sample), None)
         if image is not None:
-            found.append(Sample(sample["__key__"], image, _label(sample["cls"]) if "cls" in sample else None))
+            label = _label(sample["cls"]) if "cls" in sample else None
+            found.append(Sample(sample["__key__"], image, label))
+        else:
+            others.extend(f"{sample['__key__']}.{e}" for e in OTHER_EXTENSIONS if e in sample)
     if not found:
-        raise ValueError(f"no KEY.jpg (or {', '.join(EXTENSIONS[1:])}) in {', '.join(shards)}")
+        raise ValueError(f"no KEY.jpg (or {', '.join(EXTENSIONS[1:])}) in {', '.join(shards)}{left_out(others)}")
+    warn_left_out(others, shards[0])
     return found
 
 
@@ -105,7 +115,7 @@ def _members(shards: Iterable[dict], cache_dir: str | os.PathLike | None) -> Ite
                     if member.isreg():
                         place = Place(path, member.offset_data, member.size, f"{url}: {member.name}")
                         yield {"fname": member.name, "data": place, "__url__": url}
-                    tar.members = []  # type: ignore[attr-defined]  # it would keep them all
+                    tar.members = []  # type: ignore[attr-defined]  # else it keeps them all
                 _check_end(path, tar.offset)
         except tarfile.TarError as error:
             if path != url:
@@ -119,13 +129,13 @@ def _members(shards: Iterable[dict], cache_dir: str | os.PathLike | None) -> Ite
 def _check(member: tarfile.TarInfo, url: str) -> None:
     path = PurePosixPath(member.name)
     if path.is_absolute() or ".." in path.parts:
-        raise ValueError(f"{url}: member {member.name!r} lies outside the archive; refused")
+        raise ValueError(f"{url}: member {member.name!r} lies outside the archive; rejected")
     if not (member.isreg() or member.isdir()) or member.issparse():
-        raise ValueError(f"{url}: member {member.name!r} is no plain file (a link, device or sparse); refused")
+        raise ValueError(f"{url}: member {member.name!r} is a link, a device or sparse, not a plain file; rejected")
 
 
 def _check_end(path: str, offset: int) -> None:
-    """Refuse a shard that breaks off; tarfile takes any damaged header but the first for the end."""
+    """Reject a shard that breaks off; tarfile takes any damaged header but the first for the end."""
     with open(path, "rb") as file:
         file.seek(offset)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
@@ -149,11 +159,12 @@ def _is_remote(url: str) -> bool:
 
 
 def _fetch(url: str, cache_dir: str | os.PathLike | None) -> str:
-    """The path of the shard's copy in the cache."""
-    home = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
-    folder = Path(home, "mgtta", "shards") if cache_dir is None else Path(cache_dir)
+    """Return the path of the shard's copy in the cache; fetch it if it is not there."""
+    if cache_dir is None:
+        home = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+        cache_dir = Path(home, "mgtta", "shards")
     digest = hashlib.sha256(url.encode()).hexdigest()[:16]
-    copy = folder / f"{digest}-{PurePosixPath(urlparse(url).path).name}"
+    copy = Path(cache_dir) / f"{digest}-{PurePosixPath(urlparse(url).path).name}"
     if not copy.exists():
         gopen = importlib.import_module("webdataset.gopen").gopen  # the package hides the module of that name
         try:

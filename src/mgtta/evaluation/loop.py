@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mgtta._lib.errors import unknown
 from mgtta._lib.profile import add
-from mgtta.adaptation.method import Method
+from mgtta.adaptation.wrapper import Adapting
 from mgtta.evaluation.metrics import HELD_IMAGES, Tally
 from mgtta.evaluation.record import Record
 from mgtta.evaluation.timing import Clock, peak_memory, process_peak_memory, reset_peak_memory
@@ -18,7 +18,7 @@ OnBatch = Callable[[Record, Any, Tensor], None]
 
 
 def evaluate(
-    method: Method,
+    method: Adapting,
     stream: Iterable[Any],
     reset: str = "domain",
     *,
@@ -49,7 +49,7 @@ def evaluate(
 
 
 def _evaluate_domain(
-    method: Method, domain: str, batches: Iterable[Any], on_batch: OnBatch | None, clock: Clock
+    method: Adapting, domain: str, batches: Iterable[Any], on_batch: OnBatch | None, clock: Clock
 ) -> Record:
     at_once = on_batch is not None or method.ranks.size > 1  # ranks sum their counts batch by batch, in step
     tally = Tally(held=0 if at_once else HELD_IMAGES, total=method.ranks.total)
@@ -78,7 +78,7 @@ def _evaluate_domain(
     return record
 
 
-def _bring_up_to_date(record: Record, tally: Tally, method: Method, known_events: int) -> None:
+def _bring_up_to_date(record: Record, tally: Tally, method: Adapting, known_events: int) -> None:
     """Write the figures so far into the record, whose lists are the tally's own."""
     figures = tally.figures()
     record.images = tally.images

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mgtta._lib.profile import now
-from mgtta.adaptation.method import Method
+from mgtta.adaptation.wrapper import Adapting
 
 
 class Clock:
@@ -18,7 +18,7 @@ class Clock:
         wait: wait for the GPU at each reading, so that times are true.
     """
 
-    def __init__(self, method: Method, wait: bool = False):
+    def __init__(self, method: Adapting, wait: bool = False):
         self.method = method
         self.wait = wait
         self._first: float | None = None
@@ -50,7 +50,7 @@ def reset_peak_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def peak_memory(method: Method) -> int | None:
+def peak_memory(method: Adapting) -> int | None:
     """Return the most bytes that torch has held on the method's GPU; None on a CPU.
 
     Memory of CUDA graphs, which torch does not count, is added.
@@ -58,10 +58,7 @@ def peak_memory(method: Method) -> int | None:
     device = next(method.model.parameters()).device
     if device.type != "cuda":
         return None
-    graphs = 0
-    if method.fast is not None:
-        graphs = method.fast.graph_bytes
-    return torch.cuda.max_memory_allocated(device) + graphs
+    return torch.cuda.max_memory_allocated(device) + method.engine.graph_bytes
 
 
 def process_peak_memory() -> int:

@@ -1,6 +1,6 @@
 """A classifier with its frozen weights in bfloat16, and how the fast path runs it.
 
-Norm layers compute in float32 on float32 parameters; images are normalised in float32, logits and features are float32.
+Norm layers compute in float32 on float32 parameters. Images are normalised in float32; logits and features are float32.
 """
 
 import copy
@@ -13,21 +13,26 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mgtta.models.classifier import Classifier
-from mgtta.models.norms import blocks_of, norm_layers
+from mgtta.models.hooks import own_hook
+from mgtta.models.norms import blocks_of, dotted, norm_layers
 
-How = Callable[[Callable[..., Any]], Callable[..., Any]]  # a function -> itself, or compiled
+How = Callable[[Callable[..., Any]], Callable[..., Any]]  # a function -> the same function, or it compiled
 
 
 def lower(model: Classifier) -> Classifier:
-    """The model itself with its frozen weights rounded to bfloat16."""
-    norms = list(norm_layers(model.net).values())
-    for module in model.net.modules():
-        if any(module is norm for norm in norms):
+    """Round the model's frozen weights to bfloat16, in place, and return the model.
+
+    `model.full_precision` keeps the values from before on the CPU, so that an export is not rounded.
+    """
+    norms = set(norm_layers(model.net).values())
+    for prefix, module in model.net.named_modules():
+        if module in norms:
             module.register_forward_pre_hook(_raise)
             module.register_forward_hook(_round)
             continue
-        for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            if t.is_floating_point():
+        for name, t in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if t.is_floating_point() and t.dtype != torch.bfloat16:  # shared weights are met twice
+                model.full_precision[dotted(prefix, name)] = t.detach().to("cpu", copy=True)
                 t.data = t.data.to(torch.bfloat16)
     model.net.register_forward_pre_hook(_round_input)
     model.net.register_forward_hook(_raise_output)
@@ -35,53 +40,53 @@ def lower(model: Classifier) -> Classifier:
     return model
 
 
+@own_hook
 def _raise(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return inputs[0].float(), *inputs[1:]
 
 
+@own_hook
 def _round(_: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     return output.to(torch.bfloat16)
 
 
+@own_hook
 def _round_input(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return inputs[0].to(torch.bfloat16), *inputs[1:]
 
 
+@own_hook
 def _raise_output(_: nn.Module, _inputs: tuple[Tensor, ...], output: Any) -> Any:
     return output.float() if isinstance(output, Tensor) else output
 
 
 class Hooked:
-    """Any network: the same tensors in modules of its own, whose features are read by hooks that stay.
+    """Any network, for the fast path: the same tensors in modules of its own, whose features are read by hooks.
 
-    torch.compile sees through those, and the model's own hooks may come and go.
+    These hooks stay, and torch.compile traces through them. The hooks of the model itself may change meanwhile.
 
     Args:
-        recompute: keep no activations within a block, but compute them again on the way back; without compiling.
+        recompute: keep no activations inside a block, but compute them again in the backward pass; not compiled.
     """
 
     def __init__(self, model: Classifier, recompute: bool):
-        shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
-        self.model, self.recompute = copy.deepcopy(model, shared), recompute
-        self.found: dict[str, Tensor] = {}
-        self.images = 0
-        for tap in self.model._taps:
-            self.model.net.get_submodule(tap.name).register_forward_hook(partial(self._read, tap), prepend=True)
+        shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
+        shared[id(model.full_precision)] = model.full_precision
+        self.model = copy.deepcopy(model, shared)
+        self.recompute = recompute
+        self.reader = self.model.reader()
         for name in blocks_of(self.model.net) if recompute else ():
             block = self.model.net.get_submodule(name)
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
     def __call__(self, x: Tensor, how: How) -> tuple[Tensor, list[Tensor]]:
-        """The logits, and the features of each layer."""
-        return (_hooked if self.recompute else how(_hooked))(self, x)
-
-    def _read(self, tap: Any, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        self.found[tap.name] = tap.features(inputs, output, self.images)
+        """Return the logits, and the features of each layer."""
+        if self.recompute:
+            return _hooked(self, x)
+        return how(_hooked)(self, x)
 
 
 def _hooked(network: Hooked, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-    network.images = len(x)
+    network.reader.images = len(x)
     logits = network.model(x)
-    features = network.model.in_order(network.found)
-    network.found.clear()
-    return logits, features
+    return logits, network.reader.take()

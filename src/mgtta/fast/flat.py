@@ -14,27 +14,33 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
+from mgtta.adaptation.step import pace
+from mgtta.fast.columns import generate
 from mgtta.learned.optimizer import MGG, PER_COORDINATE, generator_inputs
 
 Rule = Callable[["FlatStep", Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]]  # grad, state -> update, state
 
 
 def _sgd(flat: "FlatStep", grad: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    update = flat.settings["momentum"] * state[0] + grad if state else grad
-    return update, [update] if state else []
+    if not state:
+        return grad, []
+    update = flat.settings["momentum"] * state[0] + grad
+    return update, [update]
 
 
 def _adam(flat: "FlatStep", grad: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    (a, b), t = flat.settings["betas"], flat.t + 1
-    exp_avg, exp_avg_sq = a * state[0] + (1 - a) * grad, b * state[1] + (1 - b) * grad.square()
-    denominator = (exp_avg_sq / (1 - b**t)).sqrt() + flat.settings["eps"]
-    return exp_avg / (1 - a**t) / denominator, [exp_avg, exp_avg_sq]
+    beta1, beta2 = flat.settings["betas"]
+    t = flat.t + 1
+    exp_avg = beta1 * state[0] + (1 - beta1) * grad
+    exp_avg_sq = beta2 * state[1] + (1 - beta2) * grad.square()
+    denominator = (exp_avg_sq / (1 - beta2**t)).sqrt() + flat.settings["eps"]
+    return exp_avg / (1 - beta1**t) / denominator, [exp_avg, exp_avg_sq]
 
 
 def _mgg(flat: "FlatStep", grad: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    betas, eps = flat.settings["betas"], flat.settings["eps"]
-    inputs, *moments = generator_inputs(grad, state[0], state[1], flat.t + 1, betas, eps)
-    update, memory = flat.generator(inputs, state[2])
+    settings = flat.settings
+    inputs, *moments = generator_inputs(grad, state[0], state[1], flat.t + 1, settings["betas"], settings["eps"])
+    update, memory = generate(flat.generator, inputs, state[2])
     return update, [*moments, memory]
 
 
@@ -46,38 +52,58 @@ RULES: dict[type[Optimizer], tuple[Rule, tuple[str, ...]]] = {  # and the names 
 
 
 class FlatStep:
-    """The step of an optimizer, which keeps being the owner of settings and state.
+    """The step of an optimizer, which stays the owner of settings and state.
 
     Args:
         params: those of its one group that get gradients, float32 and on one device.
-        decay: the learning rate of an update after k others is lr / sqrt(1 + k / decay).
+        origin: their values in the source model.
+        decay, pull: as in mgtta.adaptation.method.Method.
     """
 
-    def __init__(self, optimizer: Optimizer, params: Sequence[nn.Parameter], decay: float = math.inf):
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        params: Sequence[nn.Parameter],
+        origin: Sequence[Tensor],
+        decay: float = math.inf,
+        pull: float = 0.0,
+    ):
         [self.settings] = optimizer.param_groups
-        self.optimizer, self.params, self.sizes = optimizer, list(params), [p.numel() for p in params]
+        self.optimizer = optimizer
+        self.params = list(params)
+        self.sizes = [p.numel() for p in params]
         self.rule, self.names = RULES[type(optimizer)]
-        self.counted = type(optimizer) is not SGD  # whether the optimizer's state has a `step`
+        self.counted = type(optimizer) is not SGD  # True if the optimizer's state has a `step`
         if not self.counted and not self.settings["momentum"]:
             self.names = ()
+        self.decay = decay
+        self.pull = pull
         self.theta = torch.cat([p.detach().flatten() for p in params])  # (n,)
+        self.origin = torch.cat([p.detach().flatten() for p in origin])  # (n,)
         for p, part in zip(params, self.theta.split(self.sizes), strict=True):
             p.data = part.view_as(p)
-        like = self.theta
-        generator: Any = getattr(optimizer, "generator", None)
-        self.generator: Any = generator and generator.to(like)
-        self.state = [  # (n,); the memory (n, width), as the generator likes it
-            like.new_empty(generator.memory.width, len(like)).t() if name == "memory" else torch.empty_like(like)
-            for name in self.names
-        ]
+        self.generator = self._generator()
+        self.state = [self._room(name) for name in self.names]
         self.views = [  # of each parameter
             {name: part.view_as(p) if part.ndim == 1 else part for name, part in zip(self.names, parts, strict=True)}
             for p, *parts in zip(params, *(s.split(self.sizes) for s in self.state), strict=True)
         ]
-        self.t, self.lr, self.age, self.decay = like.new_zeros(()), like.new_zeros(()), like.new_zeros(()), decay
-        self.counts = torch.zeros(2, dtype=torch.int64, device=like.device)  # steps made, steps left out
+        self.t = self.theta.new_zeros(())
+        self.lr = self.theta.new_zeros(())
+        self.age = self.theta.new_zeros(())  # updates of the method
+        self.counts = torch.zeros(2, dtype=torch.int64, device=self.theta.device)  # steps made, steps left out
         self._lr: float | None = None
         self._known: Any = None
+
+    def _generator(self) -> Any:
+        generator = getattr(self.optimizer, "generator", None)
+        return None if generator is None else generator.to(self.theta)
+
+    def _room(self, name: str) -> Tensor:
+        """Return room for a state of each coordinate: (n,), or (n, width) for the memory, as the generator likes it."""
+        if name != "memory":
+            return torch.empty_like(self.theta)
+        return self.theta.new_empty(self.generator.memory.width, len(self.theta)).t()
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -86,7 +112,7 @@ class FlatStep:
 
     @torch.no_grad()
     def take_in(self) -> None:
-        """Whatever the optimizer's settings and state have become since, by a reset, a load or a guard."""
+        """Follow whatever a reset, a load or a guard did to the optimizer's settings and state."""
         self.settings = self.optimizer.param_groups[0]
         if self.settings["lr"] != self._lr:
             self._lr = self.settings["lr"]
@@ -115,20 +141,22 @@ class FlatStep:
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor], sound: Tensor) -> None:
-        """theta <- theta - lr * pace * update, where `sound` and all gradients are finite; a count alone where not."""
+        """Make one update if `sound` and all gradients are finite; otherwise only count the skip."""
         grad = torch.cat([g.flatten() for g in grads])
         fine = sound & grad.isfinite().all()
         update, state = self.rule(self, grad, self.state)
         for old, new in zip(self.state, state, strict=True):
             old.copy_(torch.where(fine, new, old))
-        pace = (1 + self.age / self.decay).rsqrt()
-        self.theta.sub_(torch.where(fine, self.lr * pace * update, 0.0))
+        rate = self.lr * pace(self.age, self.decay)
+        self.theta.sub_(torch.where(fine, rate * update, 0.0))
+        if self.pull:
+            self.theta.lerp_(self.origin, torch.where(fine, self.pull, 0.0))
         self.t.add_(fine)
         self.age.add_(fine)
         self.counts.add_(torch.stack([fine, ~fine]))
 
     def settle(self) -> tuple[int, int]:
-        """Steps made and left out since the last call, which the optimizer's state has then counted; waits."""
+        """Return the steps made and left out since the last call, and count them in the optimizer's state; waits."""
         made, left_out = self.counts.tolist()
         self.counts.zero_()
         for p in self.params if self.counted and made else ():

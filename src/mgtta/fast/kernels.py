@@ -1,6 +1,6 @@
-"""Ways back that a compiler does not find: LayerNorm's in one pass over the rows, and that of queries, keys and values.
+"""Hand-written backward passes that torch.compile does not generate: of LayerNorm, and of queries, keys and values.
 
-LayerNorm's is a kernel (Triton, for a GPU) with a plain twin.
+LayerNorm's takes one pass over the rows: a Triton kernel on a GPU, with a plain version elsewhere.
 
 Notation    y = z w + b, z the normalised input, s = 1 / std of each row, g = dL/dy
             dL/dx = s (g w - mean(g w) - z mean(g w z)), dL/dw = sum of g z over rows, dL/db = sum of g
@@ -15,9 +15,9 @@ from mgtta._lib.triton import tl, triton
 
 @torch.library.custom_op("mgtta::qkv_backward", mutates_args=())
 def qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of h (N, L, d), where queries, keys and values (N, heads, L, size) are those of h W^T + b.
+    """Return the gradient of h (N, L, d), from those of queries, keys and values (N, heads, L, size) of h W^T + b.
 
-    Three products that add up in place, so that the gradients need not be laid side by side first.
+    Three products are added in place, so that the gradients need not be concatenated first.
     """
     n, heads, length, size = dq.shape
     rows = [g.transpose(1, 2).reshape(n * length, heads * size) for g in (dq, dk, dv)]
@@ -33,19 +33,20 @@ def _(dq: Tensor, dk: Tensor, dv: Tensor, weight: Tensor) -> Tensor:
     return dq.new_empty(dq.shape[0], dq.shape[2], weight.shape[1])
 
 
-PROGRAMS = 912  # each takes its share of the rows; an H200 has room for all at once
+PROGRAMS = 912  # that share the rows; an H200 runs all of them at once
 
 
 def norm_backward(
     grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor, tap: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, weight and bias.
+    """Return the gradients of x, weight and bias.
 
     Args:
-        grad: of y, (N, L, d), of the dtype of `through` and of the gradient of x.
-        z: (N, L, d), in any dtype; scale: (N, L, 1).
-        through: what else reaches x, past the layer, (N, L, d).
-        tap: what else reaches the y of the first token, (N, d), float32; None: nothing.
+        grad: of y, (N, L, d), in the dtype of `through` and of the gradient of x.
+        z: (N, L, d), in any dtype.
+        scale: s, (N, L, 1).
+        through: gradient of x that does not come through the layer, (N, L, d).
+        tap: further gradient of y of the first token, (N, d), float32; None: there is none.
     """
     if grad.is_cuda and triton is not None:
         if tap is not None and tap.stride(1) != 1:
@@ -58,8 +59,9 @@ def norm_backward(
 def plain_norm_backward(
     grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor, tap: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, as the formulas have it."""
-    g, z = grad.float(), z.float()
+    """Return the same as `norm_backward`, as the formulas say."""
+    g = grad.float()
+    z = z.float()
     if tap is not None:
         g = torch.cat([g[:, :1] + tap.unsqueeze(1), g[:, 1:]], 1)
     gw = g * weight
@@ -71,23 +73,35 @@ if triton is not None:
 
     @triton.jit
     def _kernel(
-        grad, z, scale, weight, through, tap, dx, sums, rows, length, stride,
-        d: tl.constexpr, tapped: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
+        grad,
+        z,
+        scale,
+        weight,
+        through,
+        tap,
+        dx,
+        sums,
+        rows,
+        length,
+        stride,
+        d: tl.constexpr,
+        tapped: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         program = tl.program_id(0)
         columns = tl.arange(0, BLOCK)
         inside = columns < d
         w = tl.load(weight + columns, mask=inside, other=0.0)
         dw = tl.zeros((BLOCK,), dtype=tl.float32)
         db = tl.zeros((BLOCK,), dtype=tl.float32)
-        wide = tl.full((), d, tl.int64)  # more rows than 32 bits can count in values
+        wide = tl.full((), d, tl.int64)  # 32 bits may not count all values
         for row in tl.range(program, rows, tl.num_programs(0), num_stages=3):
             at = row * wide + columns
             g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
             x = tl.load(z + at, mask=inside, other=0.0).to(tl.float32)
-            r = tl.load(through + at, mask=inside, other=0.0).to(tl.float32)  # all is on its way before any sum
+            r = tl.load(through + at, mask=inside, other=0.0).to(tl.float32)  # all loads come before any sum
             s = tl.load(scale + row)
-            if tapped:  # noqa: SIM102 - decided when the kernel is compiled
+            if tapped:  # noqa: SIM102 - a constant when the kernel is compiled
                 if row % length == 0:
                     g += tl.load(tap + (row // length) * stride + columns, mask=inside, other=0.0)
             dw += g * x
@@ -113,12 +127,14 @@ if triton is not None:
     ) -> tuple[Tensor, Tensor]:
         n, length, d = grad.shape
         programs = min(PROGRAMS, n * length)
-        dx, parts = torch.empty_like(through), grad.new_empty((programs, 2, d), dtype=torch.float32)
-        torch.library.wrap_triton(_kernel)[(programs,)](
-            grad, z, scale, weight, through, scale if tap is None else tap, dx, parts, n * length, length,
-            0 if tap is None else tap.stride(0),
-            d=d, tapped=tap is not None, BLOCK=triton.next_power_of_2(d), num_warps=4,
-        )  # fmt: skip
+        dx = torch.empty_like(through)
+        parts = grad.new_empty((programs, 2, d), dtype=torch.float32)
+        tapped = tap is not None
+        taps = scale if tap is None else tap  # any tensor, if it is not read
+        stride = 0 if tap is None else tap.stride(0)
+        tensors = (grad, z, scale, weight, through, taps, dx, parts)
+        constants = {"d": d, "tapped": tapped, "BLOCK": triton.next_power_of_2(d), "num_warps": 4}
+        torch.library.wrap_triton(_kernel)[(programs,)](*tensors, n * length, length, stride, **constants)
         sums = grad.new_empty((2, d), dtype=torch.float32)
         torch.library.wrap_triton(_sum)[(triton.cdiv(2 * d, 16),)](
             parts, sums, programs, size=2 * d, ROWS=128, COLUMNS=16, num_warps=8

@@ -1,16 +1,16 @@
 """The frozen MLP of a transformer's block: y = GELU(h W1^T + b1) W2^T + b2.
 
-The way back needs GELU's slope alone, which is kept in 8 bits. GELU overwrites its input: a kernel (Triton, for a GPU)
-with a plain twin. On the way back one kernel multiplies by W2 and by the slope, where a GPU is a Hopper; elsewhere they
-are two. On request the products of the way back, too, are those of 8-bit floats.
+The backward pass needs only GELU's slope, which is kept in 8 bits. GELU overwrites its input: a Triton kernel on a GPU,
+with a plain version elsewhere. In the backward pass, one kernel multiplies by W2 and by the slope, on a Hopper GPU;
+elsewhere it takes two steps. On request, the products of the backward pass multiply 8-bit floats.
 
 Notation    GELU(x) = x Phi(x), Phi the normal distribution; its slope D = Phi(x) + x phi(x) lies in [-0.129, 1.129]
             Phi by Abramowitz and Stegun, 7.1.26, to 1.5e-7
             g = dL/dy (M, d);  dL/dh = G W1, with G = (g W2) * D (M, hidden)
             8-bit floats have a scale for each row of a gradient and each column of a weight. A row of g is scaled by
-            its largest value. |(g W2)_ij| <= |g_i| |column j of W2|, by Cauchy and Schwarz, which scales a row of G
-            before it is there, so that it needs no pass of its own.
-Shapes      M rows, the tokens of all images; d features, hidden ones between the layers
+            its largest value. |(g W2)_ij| <= |g_i| |column j of W2| (Cauchy-Schwarz) gives the scale of a row of G
+            before the row is computed, so the scale needs no pass of its own.
+Shapes      M rows, the tokens of all images; d features, hidden features between the layers
 """
 
 import math
@@ -23,40 +23,47 @@ from torch import Tensor, nn
 
 from mgtta._lib.triton import TensorDescriptor, tl, triton
 
-LOWEST, STEPS = -0.13, 202.0  # of the slope, as it is kept
-BLOCK = 1024  # values that a program of GELU's kernel takes
-FLOAT8, LARGEST = torch.float8_e4m3fn, 448.0
-ROUNDED = 1.0625  # by which a value may grow when it is rounded to 8 bits
-TINY = 1e-30
+LOWEST = -0.13  # slope that is kept as 0
+STEPS = 202.0  # steps per unit of the slope
+BLOCK = 1024  # values per program of GELU's kernel
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = 448.0  # value of FLOAT8
+ROUNDED = 1.0625  # factor by which a value may grow when it is rounded to 8 bits
+TINY = 1e-30  # smallest scale
 
 
 class Float8Weights(NamedTuple):
-    """An MLP's weights for the way back, in 8 bits."""
+    """An MLP's weights for the backward pass, in 8 bits."""
 
     second: Tensor  # W2 (d, hidden), column by column in memory
     second_scale: Tensor  # (1, hidden)
     first: Tensor  # W1 (hidden, d), column by column
     first_scale: Tensor  # (1, d)
-    reach: Tensor  # by which |g_i| comes to the scale of row i of G
+    reach: Tensor  # |g_i| times reach is the scale of row i of G
 
 
 def float8_weights(first: Tensor, second: Tensor) -> Float8Weights:
-    """From W1 (hidden, d) and W2 (d, hidden)."""
+    """Return the 8-bit weights of W1 (hidden, d) and W2 (d, hidden)."""
     longest = second.float().norm(dim=0).max()
     steepest = 1 - LOWEST  # D(-x) = 1 - D(x)
-    reach = (longest * (ROUNDED**2 * steepest / LARGEST)).clamp_min(1e-4)  # where W2 is 0
+    reach = (longest * (ROUNDED**2 * steepest / LARGEST)).clamp_min(1e-4)  # not 0, also if W2 is 0
     return Float8Weights(*_rounded(second), *_rounded(first), reach)
 
 
 def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weight in 8 bits, column by column in memory, and the scale of each column."""
     scale = weight.float().abs().amax(0, keepdim=True).clamp_min(TINY) / LARGEST
     return (weight.float() / scale).to(FLOAT8).t().contiguous().t(), scale
 
 
 @cache
 def multiplies_float8(device: torch.device) -> bool:
-    """Whether it can, with a scale for each row and column: not every GPU that has 8-bit floats does."""
-    square, row = torch.ones(32, 32, device=device), torch.ones(1, 32, device=device)
+    """Return whether the device multiplies 8-bit floats with a scale for each row and column.
+
+    Not every GPU with 8-bit floats does.
+    """
+    square = torch.ones(32, 32, device=device)
+    row = torch.ones(1, 32, device=device)
     try:
         _product(square.to(FLOAT8), row.view(32, 1), square.to(FLOAT8).t(), row, torch.bfloat16)
     except (RuntimeError, TypeError):
@@ -67,25 +74,30 @@ def multiplies_float8(device: torch.device) -> bool:
 def mlp(
     h: Tensor, first: nn.Linear, second: nn.Linear, float8: Float8Weights | None = None, unseen: bool = False
 ) -> Tensor:
-    """y of h (N, L, d). The layers get no gradients; that of h is up to the rounding of what it is made of.
+    """Return y of h (N, L, d). The layers get no gradients; the gradient of h has the rounding of what is kept.
 
     Args:
-        float8: weights for the way back; None: the layers' own.
-        unseen: whether only the gradient matters: y is zeros, in one place for all.
+        float8: weights for the backward pass; None: the layers' own.
+        unseen: whether only the gradient is needed: then y is zero, one value expanded to y's shape.
     """
     if torch.is_grad_enabled():
         return _MLP.apply(h, first.weight, first.bias, second.weight, second.bias, unseen, *(float8 or ()))
-    return F.linear(gelu_and_slope(h, first.weight, first.bias, False)[0], second.weight, second.bias)
+    hidden, _ = gelu_and_slope(h, first.weight, first.bias, False)
+    return F.linear(hidden, second.weight, second.bias)
 
 
 class _MLP(torch.autograd.Function):
+    """An MLP that keeps only GELU's slope."""
+
     @staticmethod
     def forward(
         ctx: Any, h: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None, unseen: bool, *float8: Tensor
     ) -> Tensor:
-        y, slope = gelu_and_slope(h, w1, b1, True)
+        hidden, slope = gelu_and_slope(h, w1, b1, True)
         ctx.save_for_backward(slope, *(float8 or (w1, w2)))
-        return y.new_zeros(()).expand(*y.shape[:-1], len(w2)) if unseen else F.linear(y, w2, b2)
+        if unseen:
+            return hidden.new_zeros(()).expand(*hidden.shape[:-1], len(w2))
+        return F.linear(hidden, w2, b2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -97,15 +109,15 @@ class _MLP(torch.autograd.Function):
 
 
 def float8_backward(grad: Tensor, slope: Tensor, weights: Float8Weights) -> Tensor:
-    """dL/dh from g and the slope that was kept, by products of 8-bit floats."""
-    kernel = grad.is_cuda and triton is not None
-    g, ratio, later_scale = (_scaled_rows if kernel else plain_scaled_rows)(grad.contiguous(), weights.reach)
+    """Return dL/dh from g and the kept slope, with products of 8-bit floats."""
+    scaled_rows = _scaled_rows if grad.is_cuda and triton is not None else plain_scaled_rows
+    g, ratio, later_scale = scaled_rows(grad.contiguous(), weights.reach)
     later = _sloped_product(g, weights.second, slope, ratio, weights.second_scale)
     return _product(later, later_scale, weights.first, weights.first_scale, grad.dtype)
 
 
 def plain_scaled_rows(grad: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """g in 8 bits; the scales of its rows over those of the rows of G; and the latter."""
+    """Return g in 8 bits; the scales of its rows divided by those of the rows of G; and the scales of the rows of G."""
     g = grad.float()
     scale = g.abs().amax(-1, keepdim=True).clamp_min(TINY) / LARGEST
     g = g / scale
@@ -116,14 +128,14 @@ def plain_scaled_rows(grad: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tens
 def _sloped_product(
     grad: Tensor, weight: Tensor, slope: Tensor, rows: Tensor | None = None, columns: Tensor | None = None
 ) -> Tensor:
-    """(g W2) * D in the dtype of g, where rows and columns scale the product if g and W2 are 8-bit floats."""
+    """Return (g W2) * D in the dtype of g; rows and columns scale the product if g and W2 are 8-bit floats."""
     if slope.is_cuda and TensorDescriptor is not None and _is_for_hopper(weight):
         return fused_sloped_product(grad, weight, slope, rows, columns)
     return plain_sloped_product(grad, weight, slope, rows, columns)
 
 
 def _is_for_hopper(weight: Tensor) -> bool:
-    """Whether the fused kernel can take it: in at most 16 bits, and in rows of a multiple of 16 bytes."""
+    """Return whether the fused kernel takes this weight: at most 16 bits, sizes that are multiples of 16."""
     hopper = torch.version.hip is None and torch.cuda.get_device_capability(weight.device)[0] == 9
     return hopper and weight.dtype.itemsize <= 2 and all(size % 16 == 0 for size in weight.shape)
 
@@ -131,16 +143,17 @@ def _is_for_hopper(weight: Tensor) -> bool:
 def plain_sloped_product(
     grad: Tensor, weight: Tensor, slope: Tensor, rows: Tensor | None, columns: Tensor | None
 ) -> Tensor:
-    """_sloped_product, one after the other."""
+    """Return the result of `_sloped_product`, in two steps."""
     if rows is None or columns is None:
         product = grad @ weight
     else:
-        product = _product(grad, rows, weight, columns, torch.bfloat16 if grad.is_cuda else torch.float32)
+        dtype = torch.bfloat16 if grad.is_cuda else torch.float32
+        product = _product(grad, rows, weight, columns, dtype)
     return (product.float() * (slope.float() * (1 / STEPS) + LOWEST)).to(grad.dtype)
 
 
 def _product(a: Tensor, rows: Tensor, b: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """(a * rows) @ (b * columns)."""
+    """Return (a * rows) @ (b * columns)."""
     if not a.is_cuda:
         return ((a.float() * rows) @ (b.float() * columns)).to(dtype)
     found = torch._scaled_mm(a.flatten(0, -2), b, rows.flatten(0, -2), columns, out_dtype=dtype, use_fast_accum=True)
@@ -149,7 +162,7 @@ def _product(a: Tensor, rows: Tensor, b: Tensor, columns: Tensor, dtype: torch.d
 
 @torch.library.custom_op("mgtta::gelu_and_slope", mutates_args=())
 def gelu_and_slope(h: Tensor, weight: Tensor, bias: Tensor | None, sloped: bool) -> tuple[Tensor, Tensor]:
-    """GELU of h W^T + b; and where it is asked for its slope, in steps of 1 / STEPS from LOWEST on."""
+    """Return GELU of h W^T + b, and, if `sloped`, its slope in steps of 1 / STEPS from LOWEST."""
     x = F.linear(h, weight, bias)
     if not x.is_cuda or triton is None:
         y, slope = plain_gelu_and_slope(x)
@@ -165,25 +178,44 @@ def _(h: Tensor, weight: Tensor, bias: Tensor | None, sloped: bool) -> tuple[Ten
     return y, y.new_empty(y.shape if sloped else 0, dtype=torch.uint8)
 
 
+class _Tile(NamedTuple):
+    """What a program of the fused kernel computes: tall x wide values of G, from pieces of `deep` features."""
+
+    tall: int
+    wide: int
+    deep: int
+    stages: int  # pieces that are loaded ahead
+
+
+_TILE = _Tile(128, 128, 64, 2)
+_EIGHT_BIT_TILE = _Tile(128, 128, 128, 3)
+
+
 @torch.library.custom_op("mgtta::fused_sloped_product", mutates_args=())
 def fused_sloped_product(
     grad: Tensor, weight: Tensor, slope: Tensor, rows: Tensor | None, columns: Tensor | None
 ) -> Tensor:
-    """plain_sloped_product in one kernel. An 8-bit weight lies column by column in memory, any other row by row."""
+    """Return the result of plain_sloped_product, from one kernel.
+
+    An 8-bit weight lies column by column in memory, any other row by row.
+    """
     d, hidden = weight.shape
-    found, eight = torch.empty_like(slope, dtype=grad.dtype), rows is not None
-    tall, wide, deep, stages = (128, 128, 128, 3) if eight else (128, 128, 64, 2)
-    blocks = triton.cdiv(slope.numel() // hidden, tall) * triton.cdiv(hidden, wide)
+    m = slope.numel() // hidden
+    found = torch.empty_like(slope, dtype=grad.dtype)
+    eight = rows is not None
+    tile = _EIGHT_BIT_TILE if eight else _TILE
+    blocks = triton.cdiv(m, tile.tall) * triton.cdiv(hidden, tile.wide)
+    if eight:
+        weights = TensorDescriptor.from_tensor(weight.t(), [tile.wide, tile.deep])
+    else:
+        weights = TensorDescriptor.from_tensor(weight, [tile.deep, tile.wide])
+    grads = TensorDescriptor.from_tensor(grad.contiguous().view(-1, d), [tile.tall, tile.deep])
+    slopes = TensorDescriptor.from_tensor(slope.view(-1, hidden), [tile.tall, tile.wide])
+    out = TensorDescriptor.from_tensor(found.view(-1, hidden), [tile.tall, tile.wide])
+    sizes = (m, hidden, d)
     _sloped_kernel[(blocks,)](
-        TensorDescriptor.from_tensor(grad.contiguous().view(-1, d), [tall, deep]),
-        TensorDescriptor.from_tensor(weight.t(), [wide, deep])
-        if eight
-        else TensorDescriptor.from_tensor(weight, [deep, wide]),
-        TensorDescriptor.from_tensor(slope.view(-1, hidden), [tall, wide]),
-        TensorDescriptor.from_tensor(found.view(-1, hidden), [tall, wide]),
-        rows, columns, slope.numel() // hidden, hidden, d,
-        eight, LOWEST, STEPS, tall, wide, deep, stages, num_warps=4,
-    )  # fmt: skip
+        grads, weights, slopes, out, rows, columns, *sizes, eight, LOWEST, STEPS, *tile, num_warps=4
+    )
     return found
 
 
@@ -193,7 +225,7 @@ def _(grad: Tensor, weight: Tensor, slope: Tensor, rows: Tensor | None, columns:
 
 
 def plain_gelu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
-    """gelu_and_slope of a layer's output, as the formulas have it."""
+    """Return GELU(x) and its slope in steps, as the formulas say."""
     z = x.float()
     density = torch.exp(-0.5 * z * z)
     below = _below(z, density)
@@ -202,10 +234,10 @@ def plain_gelu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _below(z: Tensor, density: Tensor) -> Tensor:
-    """Phi(z), from density = exp(-z^2 / 2)."""
+    """Return Phi(z), from density = exp(-z^2 / 2)."""
     t = 1 / (1 + (0.3275911 / math.sqrt(2)) * z.abs())
     series = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
-    beyond = 0.5 * series * density  # of |z|
+    beyond = 0.5 * series * density  # 1 - Phi(|z|)
     return torch.where(z < 0, beyond, 1 - beyond)
 
 
@@ -213,9 +245,8 @@ if triton is not None:
 
     @triton.jit
     def _gelu_kernel(
-        x, slope, size,
-        lowest: tl.constexpr, steps: tl.constexpr, sloped: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
+        x, slope, size, lowest: tl.constexpr, steps: tl.constexpr, sloped: tl.constexpr, BLOCK: tl.constexpr
+    ):
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < size
         z = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -231,12 +262,26 @@ if triton is not None:
 
     @triton.jit
     def _sloped_kernel(
-        grad, weight, slope, out, row_scales, column_scales, m, n, k,
-        eight: tl.constexpr, lowest: tl.constexpr, steps: tl.constexpr,
-        M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr,
-    ):  # fmt: skip
+        grad,
+        weight,
+        slope,
+        out,
+        row_scales,
+        column_scales,
+        m,
+        n,
+        k,
+        eight: tl.constexpr,
+        lowest: tl.constexpr,
+        steps: tl.constexpr,
+        M: tl.constexpr,
+        N: tl.constexpr,
+        K: tl.constexpr,
+        STAGES: tl.constexpr,
+    ):
         across = tl.cdiv(n, N)
-        i, j = (tl.program_id(0) // across) * M, (tl.program_id(0) % across) * N
+        i = (tl.program_id(0) // across) * M
+        j = (tl.program_id(0) % across) * N
         product = tl.zeros((M, N), dtype=tl.float32)
         for at in tl.range(0, k, K, num_stages=STAGES):
             if eight:
@@ -244,7 +289,8 @@ if triton is not None:
             else:
                 product = tl.dot(grad.load([i, at]), weight.load([at, j]), product)
         if eight:
-            rows, columns = i + tl.arange(0, M), j + tl.arange(0, N)
+            rows = i + tl.arange(0, M)
+            columns = j + tl.arange(0, N)
             product *= tl.load(row_scales + rows, mask=rows < m, other=0.0)[:, None]
             product *= tl.load(column_scales + columns, mask=columns < n, other=0.0)[None, :]
         product *= slope.load([i, j]).to(tl.float32) * (1 / steps) + lowest
@@ -252,9 +298,16 @@ if triton is not None:
 
     @triton.jit
     def _rows_kernel(
-        grad, reach, g, ratio, later_scale, d: tl.constexpr, largest: tl.constexpr, tiny: tl.constexpr,
+        grad,
+        reach,
+        g,
+        ratio,
+        later_scale,
+        d: tl.constexpr,
+        largest: tl.constexpr,
+        tiny: tl.constexpr,
         BLOCK: tl.constexpr,
-    ):  # fmt: skip
+    ):
         row = tl.program_id(0).to(tl.int64)
         columns = tl.arange(0, BLOCK)
         inside = columns < d
@@ -270,9 +323,10 @@ if triton is not None:
     def _scaled_rows(grad: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         *some, d = grad.shape
         g = torch.empty_like(grad, dtype=FLOAT8)
-        ratio, later_scale = (grad.new_empty((*some, 1), dtype=torch.float32) for _ in range(2))
-        torch.library.wrap_triton(_rows_kernel)[(grad.numel() // d,)](
-            grad, reach, g, ratio, later_scale,
-            d=d, largest=LARGEST, tiny=TINY, BLOCK=triton.next_power_of_2(d), num_warps=2,
-        )  # fmt: skip
+        ratio = grad.new_empty((*some, 1), dtype=torch.float32)
+        later_scale = torch.empty_like(ratio)
+        block = triton.next_power_of_2(d)
+        constants = {"d": d, "largest": LARGEST, "tiny": TINY, "BLOCK": block, "num_warps": 2}
+        kernel = torch.library.wrap_triton(_rows_kernel)
+        kernel[(grad.numel() // d,)](grad, reach, g, ratio, later_scale, **constants)
         return g, ratio, later_scale

@@ -1,4 +1,4 @@
-"""Generators as files: safetensors with metadata, the shipped ones, and the authors' released format."""
+"""Generator files: safetensors with metadata, the shipped ones, and the authors' released format."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from mgtta.learned.generator import MetaGradientGenerator
 KIND = "mgtta generator"
 VERSION = 1
 
-# released name -> ours; shapes differ by leading axes of size 1 only
+# released name -> ours; shapes differ only by leading axes of size 1
 _RELEASED = {
     "W1": "memory.W",
     "b1": "memory.b",
@@ -33,11 +33,11 @@ _RELEASED = {
     "post_norm.bias": "post_norm.bias",
 }
 _RELEASED_PREFIX = "seq_modeling_block."
-_ALIASES = {"paper": "imagenet"}  # its form and its training are the paper's
+_ALIASES = {"paper": "imagenet"}  # trained as in the paper, in the paper's form
 
 
 def save_generator(generator: MetaGradientGenerator, path: str | os.PathLike, **about: Any) -> None:
-    """Write the generator; `about` joins what it already knows of its training (generator.about)."""
+    """Write the generator to a file, with `about` added to what it knows of its training (generator.about)."""
     metadata = {
         "kind": KIND,
         "version": str(VERSION),
@@ -49,17 +49,17 @@ def save_generator(generator: MetaGradientGenerator, path: str | os.PathLike, **
 
 
 def load_generator(name_or_path: str | os.PathLike) -> MetaGradientGenerator:
-    """A shipped generator by its name, or one from a file that save_generator wrote.
+    """Return a shipped generator by its name, or one from a file that save_generator wrote.
 
-    "paper" is "imagenet": of the paper's form, 164 weights, and trained by its Algorithm 1.
+    "paper" is "imagenet": the paper's form, with 164 weights, trained by the paper's Algorithm 1.
     """
     names = shipped("generators")
     name = str(name_or_path)
     path = Path(names.get(_ALIASES.get(name, name), name_or_path))
     if not path.is_file():
-        raise FileNotFoundError(f"no generator {str(name_or_path)!r}: give a file, or one of {', '.join(names)}")
+        raise FileNotFoundError(f"unknown generator {str(name_or_path)!r}: give a file, or one of {', '.join(names)}")
     if path.suffix in (".pth", ".pt"):
-        raise ValueError(f"{path}: the authors' format is read by mgtta.import_released, not by load_generator")
+        raise ValueError(f"{path}: read the authors' format with mgtta.import_released, not with load_generator")
     tensors, metadata = read_tensors(path)
     check_kind(metadata, KIND, VERSION, path, "mgtta.save_generator writes one")
     try:
@@ -72,16 +72,16 @@ def load_generator(name_or_path: str | os.PathLike) -> MetaGradientGenerator:
 
 
 def import_released(path: str | os.PathLike) -> MetaGradientGenerator:
-    """A generator from the authors' checkpoint: a torch file with `model_state_dict`, read as plain weights."""
+    """Return a generator from the authors' checkpoint: a torch file with `model_state_dict`, read as plain weights."""
     state = read_weights(path).get("model_state_dict")
     if not isinstance(state, dict):
         raise ValueError(f"{path} has no 'model_state_dict': it is not a checkpoint of the released format")
     names = {_RELEASED_PREFIX + theirs: ours for theirs, ours in _RELEASED.items()}
-    missing, extra = names.keys() - state.keys(), state.keys() - names.keys()
+    missing = sorted(names.keys() - state.keys())
+    extra = sorted(state.keys() - names.keys())
     if missing or extra:
         raise ValueError(
-            f"{path} is not a checkpoint of the released format: "
-            f"missing {sorted(missing)[:3]}, unknown {sorted(extra)[:3]}"
+            f"{path} is not a checkpoint of the released format: missing {missing[:3]}, unknown {extra[:3]}"
         )
     if not all(isinstance(t, Tensor) and t.numel() for t in state.values()):
         raise ValueError(f"{path} is not a checkpoint of the released format: not all of its weights are tensors")
@@ -98,6 +98,7 @@ def import_released(path: str | os.PathLike) -> MetaGradientGenerator:
 
 
 def _fill(generator: MetaGradientGenerator, tensors: dict[str, Tensor], path: Path) -> None:
+    """Load weights that must fit the generator and be finite, in their own dtype."""
     own = generator.state_dict()
     shapes = {name: tuple(t.shape) for name, t in own.items()}
     found = {name: tuple(t.shape) for name, t in tensors.items()}

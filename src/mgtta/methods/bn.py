@@ -11,17 +11,27 @@ import torch
 from torch import Tensor
 
 from mgtta.adaptation.method import Method
+from mgtta.adaptation.step import Pass
+from mgtta.methods.registry import BATCH_NORM, Paper, register
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import batch_norms
+from mgtta.models.statistics import StreamStatistics
+
+NADO = Paper("Evaluating Prediction-Time Batch Normalization for Robustness under Covariate Shift", "2006.10963")
+SCHNEIDER = Paper("Improving robustness against common corruptions by covariate shift adaptation", "2006.16971")
 
 
+@register("bn", papers=[NADO, SCHNEIDER], needs=[BATCH_NORM])
 class BatchNormStatistics(Method):
-    """It keeps nothing between batches: `updates` counts the batches seen by their own statistics, and when a
-    budget is spent the source's are back."""
+    """Batch statistics in BatchNorm layers (Nado et al., 2020; Schneider et al., NeurIPS 2020).
 
-    needs = ("BatchNorm layers",)
+    It keeps nothing between batches: `updates` counts the batches seen by their own statistics, and when a budget is
+    spent the source's are back.
 
-    def __init__(self, model: Classifier, prior: float = 0.0):
+    prior: how many images the source's statistics count for; 0 is Nado's, who drop them.
+    """
+
+    def __init__(self, model: Classifier, *, prior: float = 0.0):
         super().__init__(model)
         if not prior >= 0:
             raise ValueError(f"prior, in images, must be at least 0, not {prior}")
@@ -31,15 +41,16 @@ class BatchNormStatistics(Method):
                 "other norm layers take another method, such as tent or eq7_adam"
             )
         self.prior = float(prior)
+        self.statistics = StreamStatistics(self.model.net)
 
     @torch.no_grad()
-    def adapt(self, x: Tensor) -> Tensor:
+    def adapt(self, x: Tensor) -> Pass:
         logits = self.with_batch_statistics(x)
         if not logits.isfinite().all():  # one image has spoilt the statistics of all
-            self.skipped += 1
-            return self.predict(x)
-        self.updates += 1
-        return logits
+            self.engine.skipped += 1
+            return self.look(x)
+        self.engine.updates += 1
+        return Pass(logits)
 
     def with_batch_statistics(self, x: Tensor) -> Tensor:
         layers: list[Any] = [layer for layer in batch_norms(self.model.net) if layer.running_mean is not None]

@@ -14,70 +14,89 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mgtta.adaptation.method import GradientMethod, OptimizerFactory
+from mgtta.adaptation.method import Method, OptimizerFactory
+from mgtta.adaptation.step import Pass
 from mgtta.losses import cross_entropy, symmetric_cross_entropy
 from mgtta.methods._augment import random_view
+from mgtta.methods._descent import Descent
+from mgtta.methods.registry import Paper, register
 from mgtta.models.classifier import Classifier
+from mgtta.models.export import export_net
+
+PAPER = Paper("Continual Test-Time Domain Adaptation", "2203.13591")
 
 
-class CoTTA(GradientMethod):
+@register("cotta", papers=[PAPER], descent=Descent(lr=0.05))
+class CoTTA(Method):
+    """A teacher averaged over time and augmentations, weights restored at random (Wang et al., CVPR 2022).
+
+    confidence: p_th; below it the anchor's mean confidence calls for augmentations.
+    symmetric: the loss of the authors' ImageNet system; False is the paper's, for which see methods/cotta.py.
+    """
+
     random: torch.Generator
 
     def __init__(
         self,
         model: Classifier,
         optimizer: OptimizerFactory,
-        confidence: float,
-        augmentations: int,
-        restore: float,
-        ema: float,
-        symmetric: bool,
-        seed: int,
+        *,
+        confidence: float = 0.1,
+        augmentations: int = 32,
+        restore: float = 0.01,
+        ema: float = 0.999,
+        symmetric: bool = True,
+        seed: int = 0,
     ):
         if augmentations < 1:
             raise ValueError(f"augmentations must be at least 1, not {augmentations}")
-        super().__init__(model, lambda classifier: list(classifier.parameters()), optimizer)
+        super().__init__(model)
+        self.learns(lambda classifier: list(classifier.parameters()), optimizer)
         self.anchor = copy.deepcopy(self.model).requires_grad_(False)
         self.teacher = copy.deepcopy(self.anchor)
         self.confidence = confidence
         self.augmentations = augmentations
-        self.restore = restore
+        self.restored = restore
         self.ema = ema
         self.measure = symmetric_cross_entropy if symmetric else cross_entropy
-        self.seed(seed)
+        self.random = torch.Generator().manual_seed(seed)
 
     @torch.no_grad()
-    def predict(self, x: Tensor) -> Tensor:
-        """The teacher's logits: of x, or averaged over views of it where the anchor is unsure (Eq. 4)."""
+    def look(self, x: Tensor) -> Pass:
+        """Return the teacher's logits: of x, or averaged over views of it if the anchor is unsure (Eq. 4)."""
         if not self.anchor(x).softmax(-1).amax(-1).mean() < self.confidence:
-            return self.teacher(x)
+            return Pass(self.teacher(x))
         x = self.model.pixels(x)
         total = sum(self.teacher(random_view(x, self.random)) for _ in range(self.augmentations))
-        return total / self.augmentations  # Eq. 3
+        return Pass(total / self.augmentations)  # Eq. 3
 
-    def loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        target = self.predict(x)
-        return target, self.measure(target, self.model(x)).mean()  # Eq. 5
+    def loss(self, x: Tensor) -> tuple[Pass, Tensor]:
+        seen = self.look(x)
+        return seen, self.measure(seen.logits, self.model(x)).mean()  # Eq. 5
 
     @torch.no_grad()
-    def learned(self, logits: Tensor) -> None:
+    def learned(self, seen: Pass) -> None:
         teacher: list[Tensor] = list(self.teacher.parameters())
         student: list[Tensor] = list(self.model.parameters())
         torch._foreach_mul_(teacher, self.ema)
         torch._foreach_add_(teacher, student, alpha=1 - self.ema)  # Eq. 2
         seed = int(torch.randint(2**62, (), generator=self.random))
-        random = torch.Generator(logits.device).manual_seed(seed)
+        random = torch.Generator(seen.logits.device).manual_seed(seed)
         for p, p_0 in zip(student, self.anchor.parameters(), strict=True):
-            M = torch.rand(p.shape, generator=random, device=p.device) < self.restore  # Eq. 7
+            M = torch.rand(p.shape, generator=random, device=p.device) < self.restored  # Eq. 7
             p.copy_(torch.where(M, p_0, p))  # Eq. 8
 
-    def get_extra_state(self) -> Any:
-        teacher = {name: p.detach() for name, p in self.teacher.named_parameters()}
-        return {**super().get_extra_state(), "teacher": teacher}
+    def export(self) -> nn.Module:
+        """Return a copy of your own module with the teacher's weights; views of an image are not averaged."""
+        return export_net(self.model, dict(self.teacher.named_parameters()), statistics=self.statistics)
 
-    def set_extra_state(self, state: Any) -> None:
-        super().set_extra_state(state)
+    def own_state(self) -> Any:
+        teacher = {name: p.detach() for name, p in self.teacher.named_parameters()}
+        return {**super().own_state(), "teacher": teacher}
+
+    def load_own_state(self, own: Any) -> None:
+        super().load_own_state(own)
         for name, p in self.teacher.named_parameters():
-            p.copy_(state["teacher"][name])
+            p.copy_(own["teacher"][name])

@@ -11,14 +11,27 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from mgtta.adaptation.method import GradientMethod, OptimizerFactory
+from mgtta.adaptation.method import Method, OptimizerFactory
+from mgtta.adaptation.step import Pass
 from mgtta.losses import entropy
 from mgtta.methods._augment import check_images
+from mgtta.methods._descent import Descent
+from mgtta.methods.registry import Paper, register
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import norm_parameters
 
+PAPER = Paper(
+    "Entropy is not Enough for Test-Time Adaptation: From the Perspective of Disentangled Factors", "2403.07366"
+)
 
-class DeYO(GradientMethod):
+
+@register("deyo", papers=[PAPER], descent=Descent(lr=5e-4))
+class DeYO(Method):
+    """Entropy of images whose prediction depends on the object's shape (Lee et al., ICLR 2024).
+
+    margin, entropy_threshold: Ent_0 of the weights and tau_Ent of the selection, in units of ln C.
+    """
+
     random: torch.Generator
     shares_batches = True
 
@@ -26,38 +39,41 @@ class DeYO(GradientMethod):
         self,
         model: Classifier,
         optimizer: OptimizerFactory,
-        margin: float,
-        entropy_threshold: float,
-        plpd_threshold: float,
-        grid: int,
-        seed: int,
+        *,
+        margin: float = 0.4,
+        entropy_threshold: float = 0.3,
+        plpd_threshold: float = 0.2,
+        grid: int = 4,
+        seed: int = 0,
     ):
-        super().__init__(model, norm_parameters, optimizer)
+        super().__init__(model)
+        self.learns(norm_parameters, optimizer)
         self.margin = margin
         self.entropy_threshold = entropy_threshold
         self.plpd_threshold = plpd_threshold
         self.grid = grid
-        self.seed(seed)
+        self.random = torch.Generator().manual_seed(seed)
 
-    def loss(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def loss(self, x: Tensor) -> tuple[Pass, Tensor | None]:
         logits = self.model(x)
         Ent = entropy(logits)
         log_C = math.log(logits.shape[1])
         kept = (Ent < self.entropy_threshold * log_C).nonzero().flatten()
         order = self.ranks.draw(len(kept), lambda n: random_orders(n, self.grid, self.random))
         if order is None:
-            return logits, None
+            return Pass(logits), None
         plpd = self.plpd(x, logits.detach(), kept, order)
         shaped = plpd > self.plpd_threshold  # S_theta(x)
-        Ent, plpd = Ent[kept][shaped], plpd[shaped]
-        weight = (self.margin * log_C - Ent.detach()).exp() + plpd.exp()  # alpha_theta(x)
-        return logits, self.ranks.mean(weight * Ent)
+        Ent = Ent[kept][shaped]
+        weight = (self.margin * log_C - Ent.detach()).exp() + plpd[shaped].exp()  # alpha_theta(x)
+        return Pass(logits), self.ranks.mean(weight * Ent)
 
     @torch.no_grad()
     def plpd(self, x: Tensor, logits: Tensor, kept: Tensor, order: Tensor) -> Tensor:
         """(p(x) - p(x')) at the pseudo-label, for the images of index `kept`: (n,)."""
         shuffled = shuffle_patches(self.model.pixels(x)[kept], self.grid, order)
-        p, p_shuffled = logits[kept].softmax(-1), self.model(shuffled).softmax(-1)
+        p = logits[kept].softmax(-1)
+        p_shuffled = self.model(shuffled).softmax(-1)
         label = p.argmax(-1, keepdim=True)
         return (p - p_shuffled).gather(1, label)[:, 0]
 
@@ -70,7 +86,8 @@ def random_orders(n: int, grid: int, random: torch.Generator) -> Tensor:
 def shuffle_patches(x: Tensor, grid: int, order: Tensor) -> Tensor:
     """Each image's grid x grid patches in its order; resized and back where they do not fit in whole."""
     n, channels, height, width = check_images(x).shape
-    h, w = max(1, height // grid), max(1, width // grid)
+    h = max(1, height // grid)
+    w = max(1, width // grid)
     fits = (h * grid, w * grid) == (height, width)
     if not fits:
         x = interpolate(x, (h * grid, w * grid), mode="bilinear", align_corners=False)

@@ -16,23 +16,35 @@ import torch
 from torch import Tensor, nn
 
 from mgtta.adaptation.method import Method
+from mgtta.adaptation.step import Pass
 from mgtta.losses import objective
 from mgtta.methods._evolution import Evolution
+from mgtta.methods.registry import SOURCE, TOKENS, Paper, register
 from mgtta.models.classifier import Classifier
-from mgtta.models.source import SourceStatistics
+from mgtta.models.source import Source, as_source
 
 IMAGES = 64  # images of a forward pass, over which small batches are filled up with candidates
 
 
+PAPER = Paper("Test-Time Model Adaptation with Only Forward Passes", "2404.01650")
+
+
+@register("foa", papers=[PAPER], needs=[SOURCE, TOKENS])
 class FOA(Method):
-    needs = ("source statistics", "tokens")
+    """Prompts evolved by CMA-ES and activations shifted to the source, for ViTs (Niu et al., ICML 2024).
+
+    The paper takes trade_off 0.2 on ImageNet-R.
+    """
+
+    cannot_export = "its prompts are not weights of the network"
     prompt: Tensor
     mean: Tensor
 
     def __init__(
         self,
         model: Classifier,
-        source: SourceStatistics,
+        *,
+        source: Source,
         prompts: int = 3,
         population: int = 28,
         trade_off: float = 0.4,
@@ -43,27 +55,30 @@ class FOA(Method):
         _check_tokens(self.model)
         if prompts < 1 or population < 4:
             raise ValueError(f"prompts must be at least 1 and population 4, not {prompts} and {population}")
-        source.check(model.name, self.fingerprint)
-        self.source, self.trade_off, self.momentum = source, trade_off, momentum
+        self.source = as_source(source, model.name, self.fingerprint)
+        self.trade_off = trade_off
+        self.momentum = momentum
         net: Any = self.model.net
         patch = net.patch_embed.proj.weight  # (d, channels, height, width)
         bound = math.sqrt(6 / (patch[0].numel() + len(patch)))
         first = torch.rand(prompts, len(patch), generator=torch.Generator().manual_seed(seed)) * 2 * bound - bound
         self.register_buffer("prompt", first.to(patch))  # the best of the last batch
-        self.register_buffer("mean", torch.zeros_like(source.mean[-1]).to(patch))  # mu_N(t)
+        self.register_buffer("mean", torch.zeros_like(self.source.mean[-1]).to(patch))  # mu_N(t)
         self.evolution = Evolution(first.numel(), population - 1, seed)
 
-    def predict(self, x: Tensor) -> Tensor:
-        """By the last best prompt and the shift; by the source model as long as there is nothing learned."""
-        return self.evaluate(x, self.prompt[None])[1][0] + self.shift() if self.updates else self.model(x)
+    def look(self, x: Tensor) -> Pass:
+        """Predict by the last best prompt and the shift; by the source model as long as nothing is learned."""
+        if not self.updates:
+            return Pass(self.model(x))
+        return Pass(self.evaluate(x, self.prompt[None])[1][0] + self.shift())
 
     @torch.no_grad()
-    def adapt(self, x: Tensor) -> Tensor:
+    def adapt(self, x: Tensor) -> Pass:
         shift = self.shift()
         found = [self.evaluate(x, self.prompt[None])]
         if not found[0][0].isfinite().all():  # before anything is drawn: this batch leaves no trace
-            self.skipped += 1
-            return found[0][1][0] + shift
+            self.engine.skipped += 1
+            return Pass(found[0][1][0] + shift)
         sampled = torch.from_numpy(self.evolution.ask()).to(self.prompt).unflatten(1, self.prompt.shape)  # Eq. 6
         found += [self.evaluate(x, some) for some in sampled.split(max(1, IMAGES // len(x)))]
         fitness, logits, means = (torch.cat(parts) for parts in zip(*found, strict=True))  # (K,), (K, N, C), (K, d)
@@ -74,12 +89,13 @@ class FOA(Method):
         self.prompt = torch.cat([self.prompt[None], sampled])[best]
         mean = means[finite].mean(0)  # mu_N(X_t)
         self.mean = self.momentum * self.mean + (1 - self.momentum) * mean if self.updates else mean  # Eq. 9
-        self.updates += 1
-        return logits[best] + shift
+        self.engine.updates += 1
+        return Pass(logits[best] + shift)
 
     def evaluate(self, x: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Fitness (K,), unshifted logits (K, N, C) and mean class token (K, d) of candidates (K, P, d), in one pass."""
-        k, n = len(prompts), len(x)
+        k = len(prompts)
+        n = len(x)
         per_image = prompts.repeat_interleave(n, 0)  # (K N, P, d)
         net: Any = self.model.net
         place = net.num_prefix_tokens
@@ -94,7 +110,8 @@ class FOA(Method):
         finally:
             handle.remove()
         source = self.source = self.source.to(logits)
-        logits, features = logits.unflatten(0, (k, n)), [f.unflatten(0, (k, n)) for f in features]
+        logits = logits.unflatten(0, (k, n))
+        features = [f.unflatten(0, (k, n)) for f in features]
         fitness = [  # Eq. 5
             n * objective(y, f, source.mean, source.std, self.trade_off)
             for y, *f in zip(logits, *features, strict=True)
@@ -103,20 +120,22 @@ class FOA(Method):
 
     def shift(self) -> Tensor:
         """What the move of e_N by mu_N^S - mu_N(t) (Eqs. 7, 8, gamma = 1) adds to the logits (C,): a head is linear."""
-        weight, classes = self.model.head.weight, self.model.classes
+        weight = self.model.head.weight
+        classes = self.model.classes
         direction = self.source.mean[-1].to(weight) - self.mean if self.updates else torch.zeros_like(self.mean)
         return (weight if classes is None else weight[classes]) @ direction
 
-    def get_extra_state(self) -> Any:
+    def own_state(self) -> Any:
         return self.evolution.state()
 
-    def set_extra_state(self, state: Any) -> None:
-        self.evolution.load(state)
+    def load_own_state(self, own: Any) -> None:
+        self.evolution.load(own)
 
 
 def _check_tokens(model: Classifier) -> None:
     net: Any = model.net
-    blocks, patches = getattr(net, "blocks", None), getattr(net, "patch_embed", None)
+    blocks = getattr(net, "blocks", None)
+    patches = getattr(net, "patch_embed", None)
     needs = {
         "blocks, a sequence of transformer blocks": isinstance(blocks, nn.Sequential | nn.ModuleList),
         "patch_embed and _pos_embed": hasattr(patches, "proj") and hasattr(net, "_pos_embed"),

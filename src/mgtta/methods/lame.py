@@ -10,34 +10,43 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mgtta.adaptation.method import Method
+from mgtta.adaptation.step import Pass
+from mgtta.methods.registry import HEAD, Paper, register
 from mgtta.models.classifier import Classifier
 
+PAPER = Paper("Parameter-free Online Test-time Adaptation", "2201.05718")
 
+
+@register("lame", papers=[PAPER], needs=[HEAD])
 class LAME(Method):
-    """It keeps nothing between batches: `updates` counts the batches it adjusted, and when a budget is spent it
-    gives the model's own log-probabilities."""
+    """Predictions smoothed over a batch's nearest neighbours (Boudiaf et al., CVPR 2022).
 
-    needs = ("linear head",)
+    It keeps nothing between batches: `updates` counts the batches it adjusted, and when a budget is spent it gives the
+    model's own log-probabilities.
+    """
 
-    def __init__(self, model: Classifier, neighbours: int = 5, steps: int = 100):
+    cannot_export = "it compares the images of a batch"
+
+    def __init__(self, model: Classifier, *, neighbours: int = 5, steps: int = 100):
         super().__init__(model)
         if neighbours < 0 or steps < 1:
             raise ValueError(f"neighbours must be at least 0 and steps at least 1, not {neighbours} and {steps}")
-        self.neighbours, self.steps = neighbours, steps
+        self.neighbours = neighbours
+        self.steps = steps
         _ = self.model.head  # a model without one is refused here, not at the first batch
 
-    def predict(self, x: Tensor) -> Tensor:
-        return self.model(x).log_softmax(-1)
+    def look(self, x: Tensor) -> Pass:
+        return Pass(self.model(x).log_softmax(-1))
 
     @torch.no_grad()
-    def adapt(self, x: Tensor) -> Tensor:
+    def adapt(self, x: Tensor) -> Pass:
         logits, features = self.model.embed(x)
         log_q = logits.log_softmax(-1)
         if not (log_q.isfinite().all() and features.isfinite().all()):  # one such image would spoil its neighbours
-            self.skipped += 1
-            return log_q
-        self.updates += 1
-        return fixed_point(log_q, affinity(features, self.neighbours), self.steps)
+            self.engine.skipped += 1
+            return Pass(log_q)
+        self.engine.updates += 1
+        return Pass(fixed_point(log_q, affinity(features, self.neighbours), self.steps))
 
 
 def affinity(features: Tensor, neighbours: int) -> Tensor:
@@ -51,9 +60,11 @@ def affinity(features: Tensor, neighbours: int) -> Tensor:
 
 def fixed_point(log_q: Tensor, w: Tensor, steps: int, tolerance: float = 1e-6) -> Tensor:
     """log z where the iteration rests, or where it is after so many steps."""
-    log_z, z = log_q, log_q.exp()
+    log_z = log_q
+    z = log_q.exp()
     for _ in range(steps):
-        before, log_z = z, (log_q + w @ z).log_softmax(-1)
+        before = z
+        log_z = (log_q + w @ z).log_softmax(-1)
         z = log_z.exp()
         if (z - before).abs().max() <= tolerance:
             break

@@ -1,85 +1,125 @@
 """MGTTA+: MGTTA with mirrored twins, re-centred predictions and a step that shrinks. Ours: docs/research.md.
 
 Notation    n images; f (n, d) what the head turns into logits, h = W f + b; mu the source's mean of f
-A running mean m of f, over about MEMORY images, tells how far the stream's features lie from the source's. Since the
-head is linear, taking the shift back before it is the same as adding W (mu - m) to the logits.
+A running mean m of f, over about MEMORY_IMAGES images, tells how far the stream's features lie from the source's. Since
+the head is linear, taking the shift back before it is the same as adding W (mu - m) to the logits.
 """
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mgtta.adaptation.method import OptimizerFactory
+from mgtta.adaptation.step import Pass
+from mgtta.methods._descent import Descent
 from mgtta.methods.mgtta import MGTTA
+from mgtta.methods.registry import GENERATOR, SOURCE, register
 from mgtta.models.classifier import Classifier
-from mgtta.models.source import SourceStatistics
+from mgtta.models.export import export_net
+from mgtta.models.source import Source
 
-MEMORY = 640  # images: ten batches of 64
-PRIOR = 16  # images that the source's mean counts for at the start
+MEMORY_IMAGES = 640  # of the running mean: ten batches of 64
+PRIOR_IMAGES = 16  # for which the source's mean counts at the start
 
 
+@register("mgtta_plus", needs=[SOURCE, GENERATOR], descent=Descent(5e-3, "mgg", fixed=True))
 class MGTTAPlus(MGTTA):
-    shares_batches = False  # the running mean is of whole batches
+    """MGTTA+: MGTTA with mirrored twins, re-centred predictions and a shrinking step (ours, see docs/research.md).
+
+    It sees every image twice, so a step costs about two of MGTTA's.
+
+    recentre: share of the features' shift from the source that is taken back before the head.
+    mirror: False if left and right matter, as for characters; then a step costs what MGTTA's does.
+    decay: the learning rate of step t is lr / sqrt(1 + t / decay); inf for a stream that shifts again and again.
+    """
+
     mean: Tensor
     images: Tensor
 
     def __init__(
         self,
         model: Classifier,
-        source: SourceStatistics,
         optimizer: OptimizerFactory,
-        trade_off: float,
-        recentre: float,
-        mirror: bool,
-        decay: float,
+        *,
+        source: Source,
+        trade_off: float = 0.8,
+        recentre: float = 1.0,
+        mirror: bool = True,
+        decay: float = 5.0,
     ):
-        super().__init__(model, source, optimizer, trade_off, decay)
-        self.recentre, self.mirror = recentre, mirror
+        super().__init__(model, optimizer, source=source, trade_off=trade_off, decay=decay)
+        self.recentre = recentre
+        self.mirror = mirror
         self._checked = not recentre
-        self.register_buffer("mean", source.mean[-1].detach().clone())
-        self.register_buffer("images", torch.zeros(()))  # that the mean is of
+        like = next(iter(self.adapted.values()))
+        self.register_buffer("mean", self.source.to(like).mean[-1].detach().clone())
+        self.register_buffer("images", torch.zeros((), device=like.device))  # of which the mean is
 
-    def loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits, features = self._look(x)
-        value = self.criterion(logits, features)
-        mean, images = self._running(features[-1].detach())
-        predicted = self._recentred(logits.detach(), mean)
-        if mean.isfinite().all():
-            self.mean, self.images = mean, images
-        return predicted, value
-
-    def predict(self, x: Tensor) -> Tensor:
-        logits, features = self._look(x)
-        return self._recentred(logits, self._running(features[-1])[0])
-
-    def _look(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Logits (n, C), averaged over an image and its mirror image, and the features of both, (2n, d_i)."""
+    def views(self, x: Tensor) -> Tensor:
+        """Return the images, and after them their mirror images: (2n, 3, H, W)."""
         if not self._checked:
             self._check_head(x)
         if not self.mirror:
-            return self.model.features(x)
+            return x
         x = self.model.pixels(x)
-        logits, features = self.model.features(torch.cat([x, x.flip(-1)]))
-        return logits.view(2, len(x), -1).mean(0), features
+        return torch.cat([x, x.flip(-1)])
+
+    def merge(self, logits: Tensor) -> Tensor:
+        """Average over an image and its mirror image: (2n, C) -> (n, C)."""
+        if not self.mirror:
+            return logits
+        return logits.reshape(2, len(logits) // 2, logits.shape[1]).mean(0)
+
+    def objective(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
+        if self.mirror and self.ranks.size > 1:  # ranks count images by their logits: one row for each view
+            logits = logits.repeat(2, 1)
+        return super().objective(logits, features)
+
+    def answer(self, seen: Pass) -> Tensor:
+        """Return the logits with the features' shift taken back."""
+        if not self.recentre:
+            return seen.logits
+        mean, _ = self._running(seen.features[-1])
+        return seen.logits + self._shift(mean, self.model.classes).to(seen.logits)
+
+    def _shift(self, mean: Tensor, classes: Tensor | None) -> Tensor:
+        """Return what is added to the logits of these classes if the stream's mean is this: recentre * W (mu - m)."""
+        weight = self.model.head.weight
+        if classes is not None:
+            weight = weight[classes]
+        return self.recentre * (weight.to(mean) @ (self.source.to(mean).mean[-1] - mean))
+
+    def export(self) -> nn.Module:
+        """Return a copy of your own module with the adapted weights, and the shift in the bias of its head."""
+        if not self.recentre:
+            return super().export()
+        shift = self._shift(self.mean, None)
+        return export_net(self.model, self.adapted, statistics=self.statistics, head_shift=shift)
+
+    def observe(self, seen: Pass) -> None:
+        mean, images = self._running(seen.features[-1])
+        finite = mean.isfinite().all()
+        self.mean = torch.where(finite, mean, self.mean)
+        self.images = torch.where(finite, images, self.images)
+
+    def _running(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the running mean (d,) with these features in it, and the number of images that it is of."""
+        mean = self.ranks.mean(f)
+        assert mean is not None  # a batch has at least one image, on some rank
+        [n] = self.ranks.total([len(f) / (2 if self.mirror else 1)])
+        rate = (n / (self.images + PRIOR_IMAGES + n)).clamp(min=n / (MEMORY_IMAGES + n))
+        return self.mean.to(f).lerp(mean, rate.to(f)), self.images + n
 
     @torch.no_grad()
     def _check_head(self, x: Tensor) -> None:
-        """The source's mean is known where features are read: it serves if that is what the head takes."""
-        last, taken = self.model.features(x[:1])[1][-1], self.model.embed(x[:1])[1]
-        if last.shape != taken.shape or not torch.allclose(last, taken, equal_nan=True):
+        """Check that the head takes what the last tap reads: the source's mean is known only there."""
+        _, features = self.model.features(x[:1])
+        _, taken = self.model.embed(x[:1])
+        last = features[-1]
+        if last.shape != taken.shape or not torch.allclose(last.to(taken), taken, equal_nan=True):
             raise ValueError(
                 f"the head of {self.model.name} takes other features than its last normalisation layer gives, so the "
                 "source's mean before the head is not known: give recentre=0"
             )
         self._checked = True
-
-    def _running(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        """The running mean (d,) with these features in it, and of how many images it is."""
-        n = len(f) / (2 if self.mirror else 1)
-        rate = (n / (self.images + PRIOR + n)).clamp(min=n / (MEMORY + n))
-        return self.mean.lerp(f.mean(0), rate.to(f)), self.images + n
-
-    def _recentred(self, logits: Tensor, mean: Tensor) -> Tensor:
-        if not self.recentre:
-            return logits
-        weight = self.model.head.weight if self.model.classes is None else self.model.head.weight[self.model.classes]
-        return logits + self.recentre * (weight @ (self.source.to(logits).mean[-1] - mean))

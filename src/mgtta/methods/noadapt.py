@@ -1,8 +1,9 @@
 """NoAdapt: the source model as it is; what every other method must beat."""
 
-from mgtta.adaptation.method import Method
+from mgtta.adaptation.method import ObjectiveMethod
+from mgtta.methods.registry import register
 
 
-class NoAdapt(Method):
-    shares_batches = True
-    static_step = True
+@register("noadapt")
+class NoAdapt(ObjectiveMethod):
+    """The source model as it is."""

@@ -9,14 +9,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from mgtta.adaptation.method import GradientMethod, OptimizerFactory, frozen
+from mgtta.adaptation.method import Method, OptimizerFactory
+from mgtta.adaptation.step import Pass
 from mgtta.losses import entropy, symmetric_cross_entropy
 from mgtta.methods._augment import random_view
+from mgtta.methods._descent import Descent
+from mgtta.methods.registry import Paper, register
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import norm_parameters
 
+PAPER = Paper(
+    "Universal Test-time Adaptation through Weight Ensembling, Diversity Weighting, and Prior Correction", "2306.00650"
+)
 
-class ROID(GradientMethod):
+
+@register("roid", papers=[PAPER], descent=Descent(lr=2.5e-4))
+class ROID(Method):
+    """Weighted likelihood ratios, weights ensembled with the source, priors corrected (Marsden et al., WACV 2024)."""
+
+    cannot_export = "it corrects predictions by the classes of a batch"
     random: torch.Generator
     probs: Tensor
 
@@ -24,34 +35,32 @@ class ROID(GradientMethod):
         self,
         model: Classifier,
         optimizer: OptimizerFactory,
-        temperature: float,
-        source_ema: float,
-        probs_ema: float,
-        seed: int,
+        *,
+        temperature: float = 1 / 3,
+        source_ema: float = 0.99,
+        probs_ema: float = 0.9,
+        seed: int = 0,
     ):
-        super().__init__(model, norm_parameters, optimizer)
-        self.source = frozen(self.adapted.values())
+        super().__init__(model)
+        self.learns(norm_parameters, optimizer)
         self.temperature = temperature
         self.source_ema = source_ema
         self.probs_ema = probs_ema
         self.register_buffer("probs", torch.empty(0))  # p_bar; uniform until there is one
-        self.seed(seed)
+        self.random = torch.Generator().manual_seed(seed)
 
-    def predict(self, x: Tensor) -> Tensor:
-        return prior_corrected(self.model(x))
+    def answer(self, seen: Pass) -> Tensor:
+        return prior_corrected(seen.logits)
 
-    def adapt(self, x: Tensor) -> Tensor:
-        return prior_corrected(super().adapt(x).detach())
-
-    def loss(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits before their correction, and the weighted likelihood ratio with the weighted consistency."""
+    def loss(self, x: Tensor) -> tuple[Pass, Tensor]:
+        """Return the logits before their correction, and the weighted likelihood ratio and consistency."""
         logits = self.model(x)
         weight = self.weights(logits)
         kept = weight > 0
         view = self.model(random_view(self.model.pixels(x)[kept], self.random, noise=False))
         loss = soft_likelihood_ratio(logits[kept]) + symmetric_cross_entropy(logits[kept], view)
         loss = (weight[kept] * loss).sum() / len(logits)
-        return logits, loss
+        return Pass(logits), loss
 
     def weights(self, logits: Tensor) -> Tensor:
         """exp(diversity * certainty / temperature), and 0 for the less diverse than the mean: (N,).
@@ -69,10 +78,10 @@ class ROID(GradientMethod):
         return self.probs if len(self.probs) else torch.full_like(probs[0], 1 / probs.shape[1])
 
     @torch.no_grad()
-    def learned(self, logits: Tensor) -> None:
-        for p, p_0 in zip(self.adapted.values(), self.source, strict=True):  # weight ensembling
+    def learned(self, seen: Pass) -> None:
+        for p, p_0 in zip(self.adapted.values(), self.origin, strict=True):  # weight ensembling
             p.copy_(self.source_ema * p + (1 - self.source_ema) * p_0)
-        probs = logits.softmax(-1)
+        probs = seen.logits.softmax(-1)
         self.probs = self.probs_ema * self._average(probs) + (1 - self.probs_ema) * probs.mean(0)
 
 

@@ -11,49 +11,68 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mgtta.adaptation.method import GradientMethod, OptimizerFactory
+from mgtta.adaptation.method import Method, OptimizerFactory
+from mgtta.adaptation.step import EagerEngine, Pass
 from mgtta.losses import entropy
+from mgtta.methods._descent import Descent
 from mgtta.methods._sam import SAM
+from mgtta.methods.registry import Paper, register
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import early_norm_parameters
 
+PAPER = Paper("Towards Stable Test-Time Adaptation in Dynamic Wild World", "2302.12400")
 
-class SAR(GradientMethod):
-    """Attributes:
-    recoveries: how often the model went back to the source since the last reset.
+
+@register("sar", papers=[PAPER], descent=Descent(lr=1e-3))
+class SAR(Method):
+    """Sharpness-aware entropy minimisation on reliable images, with recovery (Niu et al., ICLR 2023).
+
+    margin: E_0, in units of ln C.
+
+    Attributes:
+        recoveries: how often the model went back to the source since the last reset.
     """
 
+    engine: EagerEngine
     optimizer: SAM
     shares_batches = True
 
-    def __init__(self, model: Classifier, optimizer: OptimizerFactory, margin: float, rho: float, recovery: float):
-        sam = partial(SAM, base=optimizer, rho=rho)
-        super().__init__(model, _early, sam)
+    def __init__(
+        self,
+        model: Classifier,
+        optimizer: OptimizerFactory,
+        *,
+        margin: float = 0.4,
+        rho: float = 0.05,
+        recovery: float = 0.2,
+    ):
+        super().__init__(model)
+        self.learns(_early, partial(SAM, base=optimizer, rho=rho))
         self.margin = margin
         self.recovery = recovery
         self.average: float | None = None  # e_m
         self.recoveries = 0
 
-    def loss(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def loss(self, x: Tensor) -> tuple[Pass, Tensor | None]:
         logits = self.model(x)
         reliable = self.reliable(logits)  # Eq. 2
-        return logits, self.ranks.mean(entropy(logits)[reliable])
+        return Pass(logits), self.ranks.mean(entropy(logits)[reliable])
 
     def reliable(self, logits: Tensor) -> Tensor:
         """S(x) of Eq. 2: (N,) of bool."""
         return entropy(logits.detach()) < self.margin * math.log(logits.shape[1])
 
-    def adapt(self, x: Tensor) -> Tensor:
-        logits, loss = self.loss(x)
-        if not self.ranks.all(logits.isfinite().all()):
-            self.skipped += 1
+    def adapt(self, x: Tensor) -> Pass:
+        seen, loss = self.loss(x)
+        if not self.ranks.all(seen.logits.isfinite().all()):
+            self.engine.skipped += 1
         elif loss is not None:
-            self._sharpness_aware_step(x, loss, self.reliable(logits))
-        return logits
+            self._sharpness_aware_step(x, loss, self.reliable(seen.logits))
+        return seen
 
     def _sharpness_aware_step(self, x: Tensor, loss: Tensor, reliable: Tensor) -> None:
         """Eq. 6: the step taken along the gradient at the perturbed point."""
-        grads = self.gradients(loss)
+        grads = self.engine.gradients(loss)
         second = None
         if grads is not None:
             for p, grad in zip(self.adapted.values(), grads, strict=True):
@@ -63,14 +82,14 @@ class SAR(GradientMethod):
                 again = reliable & self.reliable(logits)  # the filter once more, at the perturbed point
                 finite = self.ranks.all(logits.isfinite().all())
                 second = self.ranks.mean(entropy(logits)[again]) if finite else None
-                grads = self.gradients(second) if second is not None else None  # Eq. 5
+                grads = self.engine.gradients(second) if second is not None else None  # Eq. 5
             self.optimizer.zero_grad()
             if finite and second is None:
                 return
         if grads is None or second is None:
-            self.skipped += 1
+            self.engine.skipped += 1
             return
-        self.step(grads)
+        self.engine.update(grads)
         value = second.item()
         self.average = value if self.average is None else 0.9 * self.average + 0.1 * value
         if self.average < self.recovery:
@@ -78,20 +97,21 @@ class SAR(GradientMethod):
 
     @torch.no_grad()
     def _recover(self) -> None:
-        """The source model again, its optimizer fresh; e_m starts anew, or it would call for this at every batch."""
-        assert self._start is not None
-        for name, value in self._start["params"].items():
-            self.adapted[name].copy_(value)
-        self.optimizer.load_state_dict(self._start["optimizer"])
+        """Go back to the source model and a new optimizer state; e_m starts again, or it would do so at every batch."""
+        assert self.start is not None
+        for p, value in zip(self.adapted.values(), self.origin, strict=True):
+            p.copy_(value)
+        self.optimizer.load_state_dict(self.start["optimizer"])
         self.average = None
         self.recoveries += 1
 
-    def get_extra_state(self) -> Any:
-        return {**super().get_extra_state(), "average": self.average, "recoveries": self.recoveries}
+    def own_state(self) -> Any:
+        return {**super().own_state(), "average": self.average, "recoveries": self.recoveries}
 
-    def set_extra_state(self, state: Any) -> None:
-        super().set_extra_state(state)
-        self.average, self.recoveries = state["average"], state["recoveries"]
+    def load_own_state(self, own: Any) -> None:
+        super().load_own_state(own)
+        self.average = own["average"]
+        self.recoveries = own["recoveries"]
 
 
 def _early(classifier: nn.Module) -> list[nn.Parameter]:

@@ -14,25 +14,33 @@ class k, as the paper says, even where the classifier would call it another.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mgtta.adaptation.method import Method
+from mgtta.adaptation.step import Pass
 from mgtta.losses import entropy
-from mgtta.models.classifier import Classifier
+from mgtta.methods.registry import HEAD, Paper, register
+from mgtta.models.classifier import Classifier, linear_head
+from mgtta.models.export import export_net
+
+PAPER = Paper("Test-Time Classifier Adjustment Module for Model-Agnostic Domain Generalization")
 
 
+@register("t3a", papers=[PAPER], needs=[HEAD])
 class T3A(Method):
-    needs = ("linear head",)
+    """Classes as centroids of their most certain test features (Iwasawa & Matsuo, NeurIPS 2021)."""
+
     supports: Tensor
     labels: Tensor
     entropies: Tensor
 
-    def __init__(self, model: Classifier, supports: int = 20):
+    def __init__(self, model: Classifier, *, supports: int = 20):
         super().__init__(model)
         if supports < 1:
             raise ValueError(f"supports, the number kept for each class, must be at least 1, not {supports}")
         self.most = supports
-        head, classes = self.model.head, self.model.classes
+        head = self.model.head
+        classes = self.model.classes
         index = slice(None) if classes is None else classes
         rows = head.weight.detach()[index]  # (C, D)
         bias = None if head.bias is None else head.bias.detach()[index]
@@ -40,11 +48,11 @@ class T3A(Method):
         self.register_buffer("labels", torch.arange(len(rows), device=rows.device))  # (S,)
         self.register_buffer("entropies", entropy(F.linear(rows, rows, bias)))  # (S,)
 
-    def predict(self, x: Tensor) -> Tensor:
-        return self.classify(self.model.embed(x)[1])
+    def look(self, x: Tensor) -> Pass:
+        return Pass(self.classify(self.model.embed(x)[1]))
 
     @torch.no_grad()
-    def adapt(self, x: Tensor) -> Tensor:
+    def adapt(self, x: Tensor) -> Pass:
         logits, z = self.model.embed(x)
         if logits.shape[1] != self.model.num_classes or z.shape[1] != self.supports.shape[1]:
             raise ValueError(
@@ -53,10 +61,10 @@ class T3A(Method):
             )
         if logits.isfinite().all() and z.isfinite().all():
             self.add(z, logits)
-            self.updates += 1
+            self.engine.updates += 1
         else:
-            self.skipped += 1
-        return self.classify(z)
+            self.engine.skipped += 1
+        return Pass(self.classify(z))
 
     def add(self, z: Tensor, logits: Tensor) -> None:
         """Take a batch among the supports, and keep the M most certain of each class."""
@@ -66,15 +74,32 @@ class T3A(Method):
         order = entropies.argsort(stable=True)
         order = order[labels[order].argsort(stable=True)]  # by class, and within a class by entropy
         kept = order[_place(labels[order], self.model.num_classes) < self.most]
-        self.supports, self.labels, self.entropies = supports[kept], labels[kept], entropies[kept]
+        self.supports = supports[kept]
+        self.labels = labels[kept]
+        self.entropies = entropies[kept]
+
+    def export(self) -> nn.Module:
+        """Return a copy of your own module with the centroids as its head."""
+        if self.model.classes is not None:
+            raise ValueError("t3a has centroids only for the scored classes: export a model with all classes")
+        net = export_net(self.model)
+        head = linear_head(net, self.model.name)
+        head.weight = nn.Parameter(self.centroids().to(head.weight))
+        head.bias = None
+        return net
 
     def classify(self, z: Tensor) -> Tensor:
-        """The logits (N, C) of features by the centroids as they are."""
-        classes, width = self.model.num_classes, self.supports.shape[1]
-        table = self.supports.new_zeros(classes, self.most, width)  # one place each: the same sum on any device
+        """Return the logits (N, C) of features by the present centroids."""
+        return z @ self.centroids().T
+
+    def centroids(self) -> Tensor:
+        """Return the centroid of each class, (C, D)."""
+        classes = self.model.num_classes
+        table = self.supports.new_zeros(
+            classes, self.most, self.supports.shape[1]
+        )  # one place each: the same sum on any device
         table[self.labels, _place(self.labels, classes)] = self.supports
-        centroids = F.normalize(table.sum(1), dim=-1)  # (C, D)
-        return z @ centroids.T
+        return F.normalize(table.sum(1), dim=-1)
 
 
 def _place(labels: Tensor, classes: int) -> Tensor:

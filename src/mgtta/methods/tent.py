@@ -4,23 +4,25 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mgtta.adaptation.method import GradientMethod, OptimizerFactory
+from mgtta.adaptation.method import ObjectiveMethod, OptimizerFactory
 from mgtta.losses import entropy
+from mgtta.methods._descent import Descent
+from mgtta.methods.registry import Paper, register
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import norm_parameters
 
+PAPER = Paper("Tent: Fully Test-Time Adaptation by Entropy Minimization", "2006.10726")
 
-class Tent(GradientMethod):
-    shares_batches = True
-    learns_from_all = True
-    static_step = True
+
+@register("tent", papers=[PAPER], descent=Descent(lr=1e-3))
+class Tent(ObjectiveMethod):
+    """Entropy minimisation (Wang et al., ICLR 2021)."""
 
     def __init__(self, model: Classifier, optimizer: OptimizerFactory):
-        super().__init__(model, norm_parameters, optimizer)
+        super().__init__(model)
+        self.learns(norm_parameters, optimizer)
 
-    def loss(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        logits = self.model(x)
-        return logits, self.ranks.mean(entropy(logits))
-
-    def criterion(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
-        return entropy(logits).mean()
+    def objective(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
+        mean = self.ranks.mean(entropy(logits))
+        assert mean is not None  # a batch has at least one image, on some rank
+        return mean

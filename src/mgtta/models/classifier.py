@@ -1,9 +1,8 @@
-"""A timm name, or any nn.Module, as a Classifier: images in, scored logits and pooled layer features out.
+"""The Classifier: any nn.Module with images in, scored logits and pooled layer features out.
 
 Shapes: N images, C scored classes, d_i features of layer i.
 """
 
-import re
 from collections.abc import Sequence
 from numbers import Integral
 
@@ -11,21 +10,30 @@ import torch
 from torch import Tensor, nn
 
 from mgtta._lib.files import fingerprint
-from mgtta.models.features import feature_taps
+from mgtta.models.checks import FirstBatches, check_images, check_logits, refused
+from mgtta.models.features import TapReader, feature_taps
 from mgtta.models.norms import batch_norms
-
-REFUSAL = re.compile("shape|size|dimension|channels|Expected")  # a network's own words about images that do not fit
+from mgtta.models.statistics import use_batch_statistics, use_running_statistics
 
 
 class Classifier(nn.Module):
-    """An image classifier that normalises its own input and gives the features of each layer.
+    """An image classifier that normalises its own input and returns the features of each layer.
 
-    It never trains in torch's sense: dropout stays off whatever `train()` is told. Images are uint8, or float
-    in [0, 1]; where `mean` and `std` are not given, the network is taken to do its own normalising.
+    Images are uint8, or float in [0, 1]. If `mean` and `std` are not given, images go to the network as they are.
+    Dropout stays off, also after `train()`.
+
+    Attributes:
+        normalised: images come already normalised, so nothing is applied to them.
+        takes_empty: whether a batch of no images returns no logits (a rank's share of a small batch) or is refused.
+        image_dtype: in which images are normalised; None: the dtype of the weights.
+        full_precision: name in the network -> float32 value on the CPU, of weights that were rounded to bfloat16.
     """
 
-    takes_empty = False  # whether a batch of no images, a rank's share of a small one, gives no logits or is refused
-    image_dtype: torch.dtype | None = None  # in which images are normalised, where it is not the weights'
+    takes_empty = False
+    image_dtype: torch.dtype | None = None
+    mean: Tensor | None
+    std: Tensor | None
+    classes: Tensor | None
 
     def __init__(
         self,
@@ -35,32 +43,34 @@ class Classifier(nn.Module):
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         classes: Sequence[int] | None = None,
+        normalised: bool = False,
     ):
         super().__init__()
         if (mean is None) != (std is None):
             raise ValueError("mean and std come together: give both or neither")
+        if normalised and mean is not None:
+            raise ValueError("normalised images need no mean and std: give these, or normalised=True")
         self.net = net
         self.name = name or type(net).__name__
-        self.mean: Tensor | None
-        self.std: Tensor | None
-        self.classes: Tensor | None
-        self.register_buffer("mean", None if mean is None else torch.tensor(mean).view(1, -1, 1, 1))
-        self.register_buffer("std", None if std is None else torch.tensor(std).view(1, -1, 1, 1))
-        self.register_buffer("classes", None if classes is None else _class_index(classes, net))
-        self._last_class = -1 if self.classes is None else int(self.classes.max())
+        self.normalised = normalised
+        self.register_buffer("mean", _per_channel(mean))
+        self.register_buffer("std", _per_channel(std))
+        self.register_buffer("classes", None)
+        self._last_class = -1
+        if classes is not None:
+            self.classes = _class_index(classes, net)
+            self._last_class = int(self.classes.max())
         self._taps = feature_taps(net)
         self._uses_batch_statistics = False
+        self._first_batches = FirstBatches()
+        self.full_precision: dict[str, Tensor] = {}
         self.train(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logits of the scored classes, (N, C)."""
-        logits = self._run(self._prepare(x)) if len(x) or not self.takes_empty else self._run_none(x)
-        if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(x):
-            shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            raise ValueError(
-                f"{self.name} returned {shape} for images {tuple(x.shape)}; a classifier returns one tensor of logits "
-                "(N, classes): wrap it in a module that does, and give it batches (x.unsqueeze(0) for one image)"
-            )
+        """Return the logits of the scored classes, (N, C)."""
+        logits = self._all_logits(x)
+        check_logits(logits, x, self.name)
+        self._first_batches.look_at_logits(logits, self.name)
         if self.classes is None:
             return logits
         if self._last_class >= logits.shape[1]:
@@ -68,26 +78,25 @@ class Classifier(nn.Module):
         return logits[:, self.classes]
 
     def features(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The logits, and the pooled features (N, d_i) of each layer i, from one forward pass."""
+        """Return the logits, and the pooled features (N, d_i) of each layer i, from one forward pass."""
         x = self.pixels(x)
-        found: dict[str, Tensor] = {}
-        handles = [tap.attach(self.net, len(x) or 1, found) for tap in self._taps]
+        reader = self.reader()
+        reader.images = len(x) or 1
         try:
             logits = self(x)
         finally:
-            for handle in handles:
-                handle.remove()
-        pooled = self.in_order(found)
-        return logits, pooled if len(x) else [f[:0] for f in pooled]
+            reader.remove()
+        features = reader.take()
+        if len(x) == 0:
+            features = [f[:0] for f in features]
+        return logits, features
 
-    def in_order(self, found: dict[str, Tensor]) -> list[Tensor]:
-        """What the taps found, layer by layer."""
-        if not found:
-            raise ValueError(f"none of {self.name}'s normalisation layers takes part in its forward pass")
-        return [found[tap.name] for tap in self._taps if tap.name in found]
+    def reader(self) -> TapReader:
+        """Return a reader of the layers' features, which reads every forward pass until it is removed."""
+        return TapReader(self.net, self._taps, self.name)
 
     def embed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits (N, C), and what the head turned into them, (N, D)."""
+        """Return the logits (N, C), and the head's input (N, D)."""
         found: list[Tensor] = []
         handle = self.head.register_forward_pre_hook(lambda _head, inputs: found.append(inputs[0]))
         try:
@@ -98,14 +107,8 @@ class Classifier(nn.Module):
 
     @property
     def head(self) -> nn.Linear:
-        """The linear layer that gives the logits."""
-        get_classifier = getattr(self.net, "get_classifier", None)
-        head = get_classifier() if get_classifier is not None else None
-        if not isinstance(head, nn.Linear):
-            head = next((m for m in reversed(list(self.net.modules())) if isinstance(m, nn.Linear)), None)
-        if head is None:
-            raise ValueError(f"{self.name} has no linear head, which this method works on")
-        return head
+        """The linear layer that returns the logits."""
+        return linear_head(self.net, self.name)
 
     @property
     def num_classes(self) -> int:
@@ -116,31 +119,29 @@ class Classifier(nn.Module):
 
     @property
     def input_size(self) -> tuple[int, float]:
-        """The side of the images it was trained on, and the part of an image that the centre crop keeps."""
+        """The side in pixels of the images it was trained on, and the share of an image that the centre crop keeps."""
         config = getattr(self.net, "pretrained_cfg", None) or {}
+        crop = config.get("crop_pct") or 0.875
         patches = getattr(getattr(self.net, "patch_embed", None), "img_size", None)
-        side = patches[0] if patches else (config.get("input_size") or (3, 224, 224))[-1]
-        return side, config.get("crop_pct") or 0.875
+        if patches:
+            return patches[0], crop
+        shape = config.get("input_size") or (3, 224, 224)
+        return shape[-1], crop
 
     def use_batch_statistics(self) -> "Classifier":
-        """Let BatchNorm layers normalise by the batch at hand; their running statistics stay as they are."""
+        """Let BatchNorm layers normalise by the current batch; their running statistics do not change."""
         self._uses_batch_statistics = True
-        for layer in batch_norms(self.net):
-            layer.track_running_stats = False
-            layer.register_forward_pre_hook(_batch_statistics_where_defined)
+        use_batch_statistics(self.net)
         return self.train()
 
     def use_running_statistics(self) -> "Classifier":
-        """Let BatchNorm layers normalise by their running statistics: what `use_batch_statistics` did, undone."""
+        """Let BatchNorm layers normalise by their running statistics: undo `use_batch_statistics`."""
         self._uses_batch_statistics = False
-        for layer in batch_norms(self.net):
-            layer.track_running_stats = True
-            for key, hook in list(layer._forward_pre_hooks.items()):
-                if hook is _batch_statistics_where_defined:
-                    del layer._forward_pre_hooks[key]
+        use_running_statistics(self.net)
         return self.train()
 
     def train(self, mode: bool = True) -> "Classifier":
+        """Keep evaluation mode, except for BatchNorm layers that use batch statistics."""
         super().train(False)
         if self._uses_batch_statistics:
             for layer in batch_norms(self.net):
@@ -148,56 +149,74 @@ class Classifier(nn.Module):
         return self
 
     def fingerprint(self) -> str:
-        """A hash of weights, running statistics and normalisation, the same on any device and in float64.
+        """Return a hash of weights, running statistics and normalisation, the same on any device and in float64.
 
-        Rounded to half precision, the weights are others, and so is the hash.
+        Weights that are rounded to half precision have another hash.
         """
         return fingerprint(self.state_dict())
 
     def pixels(self, x: Tensor) -> Tensor:
-        """The images as floats in [0, 1], on the network's device and in its dtype; refused where they do not fit."""
+        """Return the images as floats in [0, 1], on the network's device and in its dtype; invalid ones are refused.
+
+        If the images come normalised, they stay so.
+        """
         self.check(x)
         like = next(self.net.parameters())
         moved = x.to(like.device, self.image_dtype or like.dtype, non_blocking=True)
         return moved / 255 if x.dtype == torch.uint8 else moved
 
     def check(self, x: Tensor) -> None:
-        """Refuse what is not a batch of images."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"images must be a torch.Tensor, not {type(x).__name__}")
+        """Raise an error unless x is a batch of images; warn of images that would be normalised twice."""
         channels = None if self.mean is None else self.mean.shape[1]
-        if channels is not None and (x.ndim != 4 or x.shape[1] != channels):
-            raise ValueError(
-                f"{self.name} takes images of shape (N, {channels}, H, W), not {tuple(x.shape)}"
-                + ("; add the batch dimension with x.unsqueeze(0)" if x.ndim == 3 else "")
-            )
-        if x.ndim < 2 or (x.numel() == 0 and not self.takes_empty):
-            raise ValueError(f"the batch is empty or has no batch dimension: its shape is {tuple(x.shape)}")
-        if x.dtype != torch.uint8 and not x.is_floating_point():
-            raise TypeError(f"images must be uint8, or float in [0, 1], not {x.dtype}")
+        check_images(x, self.name, channels, self.takes_empty)
+        if self.normalised and x.dtype == torch.uint8:
+            raise TypeError(f"{self.name} was loaded with normalised=True, and uint8 images are not normalised")
+        if self.mean is not None:
+            self._first_batches.look_at_images(x, self.name)
 
-    def _prepare(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor) -> Tensor:
+        """Return the images as the network takes them: on its device, in its dtype, normalised."""
         x = self.pixels(x)
-        return x if self.mean is None or self.std is None else (x - self.mean.to(x)) / self.std.to(x)
+        if self.mean is None or self.std is None:
+            return x
+        return (x - self.mean.to(x)) / self.std.to(x)
 
-    def _run_none(self, x: Tensor) -> Tensor:
-        """The logits (0, C), from one black image, since few networks take none: the graph is that of any batch."""
-        return self._run(self._prepare(x.new_zeros(1, *x.shape[1:])))[:0]
+    def _all_logits(self, x: Tensor) -> Tensor:
+        """Return the network's output for images x, which may be none.
+
+        Few networks take no images. Then the output comes from one black image, so it has the graph of any batch.
+        """
+        if self.takes_empty and len(x) == 0:
+            black = x.new_zeros(1, *x.shape[1:])
+            return self._run(self.prepare(black))[:0]
+        return self._run(self.prepare(x))
 
     def _run(self, x: Tensor) -> Tensor:
         try:
             return self.net(x)
-        except (AssertionError, ValueError, RuntimeError) as error:  # an assertion is timm's way to refuse a size
-            if isinstance(error, RuntimeError) and not REFUSAL.search(str(error)):
+        except (AssertionError, ValueError, RuntimeError) as error:  # timm refuses a size with an assertion
+            better = refused(error, x, self.name)
+            if better is None:
                 raise
-            hint = "; x.unsqueeze(0) makes a batch of one image" if x.ndim == 3 else ""
-            raise ValueError(f"{self.name} refuses images of shape {tuple(x.shape)}: {error}{hint}") from error
+            raise better from error
 
 
-def _batch_statistics_where_defined(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """A batch of one value a channel has no variance; there the running statistics serve."""
-    x = inputs[0]
-    layer.training = x.numel() > x.shape[1] or getattr(layer, "running_mean", None) is None
+def linear_head(net: nn.Module, name: str) -> nn.Linear:
+    """Return the network's linear head: timm's `get_classifier()`, or the last linear layer."""
+    modules = list(net.modules())
+    get_classifier = getattr(net, "get_classifier", None)
+    if get_classifier is not None:
+        modules.append(get_classifier())
+    for module in reversed(modules):
+        if isinstance(module, nn.Linear):
+            return module
+    raise ValueError(f"{name} has no linear head, and this method needs one")
+
+
+def _per_channel(values: Sequence[float] | None) -> Tensor | None:
+    if values is None:
+        return None
+    return torch.tensor(values).view(1, -1, 1, 1)
 
 
 def _class_index(classes: Sequence[int], net: nn.Module) -> Tensor:

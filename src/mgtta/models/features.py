@@ -1,23 +1,22 @@
-"""Where a network's layer features are read: at normalisation layers, whose outputs are there anyway.
+"""Where a network's layer features are read: at normalisation layers, whose outputs are computed anyway.
 
 Shapes: N images, L tokens or places, d features.
 """
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mgtta.models.norms import CHANNELS_FIRST, norm_layers
+from mgtta.models.norms import CHANNELS_FIRST, dotted, norm_layers
 
 
 class Tap:
-    """One layer's features, pooled to (N, d).
+    """Where the features of one layer are read, and how they are pooled to (N, d).
 
-    BatchNorm is read at its input, since the mean over the batch of its output is its own bias; all others at
-    their output.
+    BatchNorm is read at its input, since the mean over the batch of its output is its own bias. All other layers are
+    read at their output.
     """
 
     def __init__(self, name: str, layer: nn.Module, class_token: bool, prefix_tokens: int):
@@ -28,20 +27,17 @@ class Tap:
         several_axes = isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) > 1
         self.channels_last = not isinstance(layer, CHANNELS_FIRST) and not several_axes
 
-    def attach(self, net: nn.Module, n: int, found: dict[str, Tensor]) -> Any:
-        """Put the features of the next pass, of n images, into `found`, until the handle is removed."""
-
-        def read(_layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            found[self.name] = self.features(inputs, output, n)
-
-        return net.get_submodule(self.name).register_forward_hook(read, prepend=True)  # before any rounding
-
     def features(self, inputs: tuple[Tensor, ...], output: Tensor, n: int) -> Tensor:
-        """Of n images, (N, d), from what the layer took and gave."""
-        return self.pool(inputs[0] if self.at_input else output, n)
+        """Return the features (N, d) of n images, from the layer's inputs and its output."""
+        if self.at_input:
+            return self.pool(inputs[0], n)
+        return self.pool(output, n)
 
     def pool(self, t: Tensor, n: int) -> Tensor:
-        """(N, L, d), (L, N, d), (N, H, W, d) or (N, d, H, W) -> (N, d); windows may lie along the first axis."""
+        """Return (N, d), from (N, L, d), (L, N, d), (N, H, W, d) or (N, d, H, W).
+
+        The first axis may have several windows of each image.
+        """
         if not self.channels_last and t.ndim > 2:
             t = t.flatten(2).transpose(1, 2)  # (N, d, H, W) -> (N, HW, d)
         elif t.ndim == 3 and t.shape[0] % n and t.shape[1] == n:
@@ -49,61 +45,59 @@ class Tap:
         t = t.reshape(n, -1, t.shape[-1])  # (N, L, d)
         if self.class_token:
             return t[:, 0]
-        return t[:, self.prefix_tokens if t.shape[1] > self.prefix_tokens else 0 :].mean(1)
+        if t.shape[1] > self.prefix_tokens:
+            t = t[:, self.prefix_tokens :]
+        return t.mean(1)
 
 
-class FirstPass:
-    """The features of each tapped layer in a network's first pass within the block, whoever calls it.
+class TapReader:
+    """Reads the features of each tapped layer in a network's forward passes, until it is removed.
 
     Attributes:
-        found: name of the layer -> (N, d), detached.
+        images: number of images of the next pass; set it before the pass.
     """
 
-    def __init__(self, net: nn.Module, taps: Sequence[Tap]):
-        self.net, self.taps = net, taps
+    def __init__(self, net: nn.Module, taps: Sequence[Tap], name: str):
+        self.taps = taps
+        self.name = name
+        self.images = 1
         self.found: dict[str, Tensor] = {}
-        self.images, self.over = 0, False
-
-    def __enter__(self) -> "FirstPass":
         self.handles = [
-            self.net.register_forward_pre_hook(self._begin),
-            *(
-                self.net.get_submodule(tap.name).register_forward_hook(partial(self._read, tap), prepend=True)
-                for tap in self.taps
-            ),
-            self.net.register_forward_hook(self._end),
+            net.get_submodule(tap.name).register_forward_hook(partial(self._read, tap), prepend=True)  # before rounding
+            for tap in taps
         ]
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def _read(self, tap: Tap, _layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        self.found[tap.name] = tap.features(inputs, output, self.images)
+
+    def take(self) -> list[Tensor]:
+        """Return the features of the last pass, layer by layer, and keep no reference to them."""
+        features = [self.found[tap.name] for tap in self.taps if tap.name in self.found]
+        self.found.clear()
+        if not features:
+            raise ValueError(f"no normalisation layer of {self.name} takes part in its forward pass")
+        return features
+
+    def remove(self) -> None:
+        """Stop reading."""
         for handle in self.handles:
             handle.remove()
 
-    def _begin(self, _net: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self.images = len(inputs[0])
-
-    def _read(self, tap: Tap, _layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if not self.over:
-            self.found[tap.name] = tap.features(inputs, output, self.images).detach()
-
-    def _end(self, *_: object) -> None:
-        self.over = True
-
 
 def feature_taps(net: nn.Module) -> list[Tap]:
-    """In a transformer, the first norm of every block but the first, and the final norm (the paper's layers).
+    """Return where features are read, in module order.
 
-    In any other network, every normalisation layer. A transformer is what has `blocks`, each with a `norm1`, and a
-    final `norm` or `fc_norm`; it may stand inside a module of yours.
+    In a transformer, at the first norm of every block except the first block, and at the final norm: the paper's
+    layers. In any other network, at every normalisation layer. A transformer is a module that has `blocks`, each with a
+    `norm1`, and a final `norm` or `fc_norm`; it may be part of a larger module.
     """
     layers = norm_layers(net)
     for prefix, module in net.named_modules():
         blocks = getattr(module, "blocks", None)
         if not isinstance(blocks, nn.ModuleList | nn.Sequential):
             continue
-        dot = f"{prefix}." if prefix else ""
-        first_norms = [f"{dot}blocks.{i}.norm1" for i in range(len(blocks))]
-        final_norms = [name for name in (f"{dot}fc_norm", f"{dot}norm") if name in layers]
+        first_norms = [dotted(prefix, f"blocks.{i}.norm1") for i in range(len(blocks))]
+        final_norms = [name for name in (dotted(prefix, "fc_norm"), dotted(prefix, "norm")) if name in layers]
         if final_norms and all(name in layers for name in first_norms):
             tokens = getattr(module, "num_prefix_tokens", 0)
             class_token = getattr(module, "global_pool", None) == "token" and tokens > 0

@@ -1,4 +1,4 @@
-"""A timm name, a shipped name or any nn.Module -> its Classifier, with the weights of a checkpoint."""
+"""Load a Classifier: from a timm name, a shipped name or any nn.Module, with the weights of a checkpoint."""
 
 import copy
 import difflib
@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from mgtta._lib.files import read_tensors, read_weights
 from mgtta._lib.shipped import shipped
 from mgtta._lib.timm import timm
+from mgtta.models.checks import one_logit
 from mgtta.models.classifier import Classifier
 
 WRAPPERS = ("state_dict", "model", "model_state_dict")  # where a foreign checkpoint may keep its weights
@@ -27,53 +29,65 @@ def load_model(
     pretrained: bool | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
+    normalised: bool = False,
     **timm_arguments: Any,
 ) -> Classifier:
-    """The Classifier of a timm name or of your own module, in evaluation mode, your module left untouched.
+    """Return the Classifier of a timm name or of a copy of your own module, in evaluation mode.
 
-    "glyphs_vit" and "glyphs_plain" are small ViTs that come with the package, for mgtta.data.glyphs.
+    "glyphs_vit" and "glyphs_plain" are small ViTs that come with the package, for mgtta.data.glyphs. A module that
+    torch.compile has wrapped is unwrapped.
 
     Args:
-        checkpoint: safetensors, or a torch file of plain tensors; loaded strictly. Without it a timm name
-            brings timm's pretrained weights (`pretrained=False`: random ones).
-        classes: indices of the classes to score; logits outside them are dropped before anything sees them.
+        checkpoint: safetensors, or a torch file of plain tensors; loaded strictly. Without it a timm name gets timm's
+            pretrained weights (`pretrained=False`: random ones).
+        classes: indices of the classes to score; logits of other classes are dropped before any other step.
         mean, std: the input normalisation; by default the timm model's own, and none for another module.
+        normalised: your images are already normalised, so the model applies no mean and std.
         timm_arguments: passed to `timm.create_model`, such as `num_classes` or `img_size`.
     """
-    if isinstance(name_or_module, str) and name_or_module not in shipped("models"):
-        name = name_or_module
-        net = _create(name, checkpoint is None if pretrained is None else pretrained, timm_arguments)
-    elif timm_arguments or pretrained is not None:
-        extra = ", ".join([*timm_arguments, *(["pretrained"] if pretrained is not None else [])])
-        raise ValueError(f"{extra}: only for a timm name, not for a module that exists already")
-    elif isinstance(name_or_module, str):
-        name, net = name_or_module, _shipped(name_or_module)
-    elif isinstance(name_or_module, Classifier):
-        raise ValueError("this is a Classifier already; use it as it is")
-    elif isinstance(name_or_module, nn.Module):
-        net = copy.deepcopy(name_or_module)
+    is_timm_name = isinstance(name_or_module, str) and name_or_module not in shipped("models")
+    only_for_timm = list(timm_arguments)
+    if pretrained is not None:
+        only_for_timm.append("pretrained")
+    if only_for_timm and not is_timm_name:
+        raise ValueError(f"{', '.join(only_for_timm)}: only for a timm name, not for a module that exists already")
+    if isinstance(name_or_module, nn.Module):
+        net = _copy(name_or_module)
         name = (getattr(net, "pretrained_cfg", None) or {}).get("architecture") or type(net).__name__
-    else:
+    elif not isinstance(name_or_module, str):
         raise TypeError(f"a timm name or an nn.Module is needed, not {type(name_or_module).__name__}")
-    if getattr(net, "num_classes", None) == 0:
-        raise ValueError(f"{name} has no classes, only features: name num_classes=... and a checkpoint that has them")
+    elif is_timm_name:
+        name = name_or_module
+        wants_pretrained = checkpoint is None if pretrained is None else pretrained
+        net = _create(name, wants_pretrained, timm_arguments)
+    else:
+        name = name_or_module
+        net = _shipped(name)
+    _check_classes(net, name)
     if checkpoint is not None:
         _load_weights(net, checkpoint)
-    if mean is None and std is None:
+    if mean is None and std is None and not normalised:
         mean, std = _normalisation(net, name)
-    return Classifier(net, name=name, mean=mean, std=std, classes=classes)
+    return Classifier(net, name=name, mean=mean, std=std, classes=classes, normalised=normalised)
 
 
 def as_classifier(model: nn.Module) -> Classifier:
-    """The model itself, or, for a plain module, its Classifier."""
+    """Return the model itself, or, for a plain module, its Classifier."""
+    model = _without_compile(model)
     return model if isinstance(model, Classifier) else load_model(model)
 
 
-def vision_transformer(stem: dict[str, Any] | None = None, **architecture: Any) -> nn.Module:
-    """A timm VisionTransformer; with a stem, its tokens come from early convolutions (arXiv 2106.14881).
+def _without_compile(module: nn.Module) -> nn.Module:
+    """Return the module inside torch.compile's OptimizedModule; any other module as it is."""
+    return getattr(module, "_orig_mod", module)
 
-    stem: for each convolution, its `channels`, `kernel_size`, `stride` and `padding`, as for timm's ConvStem, which
-        puts a BatchNorm after each.
+
+def vision_transformer(stem: dict[str, Any] | None = None, **architecture: Any) -> nn.Module:
+    """Return a timm VisionTransformer; with a stem, its tokens come from early convolutions (arXiv 2106.14881).
+
+    Args:
+        stem: for each convolution, its `channels`, `kernel_size`, `stride` and `padding`, as for timm's ConvStem, which
+            puts a BatchNorm after each.
     """
     if stem is None:
         return timm.models.VisionTransformer(**architecture)
@@ -82,6 +96,27 @@ def vision_transformer(stem: dict[str, Any] | None = None, **architecture: Any) 
     convolutions = timm.models.vision_transformer_hybrid.ConvStem(depth=depth, act_layer=nn.GELU, **layers)
     embed = partial(timm.layers.HybridEmbed, backbone=convolutions)
     return timm.models.VisionTransformer(patch_size=1, embed_layer=embed, **architecture)
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """Return a copy of a user's module, without the wrapper of torch.compile."""
+    module = _without_compile(module)
+    if isinstance(module, Classifier):
+        raise ValueError("this is a Classifier already; use it as it is")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            "a TorchScript module cannot adapt, since its layers cannot be read or changed: give the nn.Module that it "
+            "was made from, with its weights as checkpoint=..."
+        )
+    return copy.deepcopy(module)
+
+
+def _check_classes(net: nn.Module, name: str) -> None:
+    total = getattr(net, "num_classes", None)
+    if total == 0:
+        raise ValueError(f"{name} has no classes, only features: give num_classes=... and a checkpoint that has them")
+    if total == 1:
+        raise one_logit(name)
 
 
 def _shipped(name: str) -> nn.Module:
@@ -93,9 +128,10 @@ def _shipped(name: str) -> nn.Module:
 
 
 def _normalisation(net: nn.Module, name: str) -> tuple[Sequence[float] | None, Sequence[float] | None]:
-    """The timm model's own, (None, None) for a module that says nothing of it."""
+    """Return the timm model's own mean and std; None for both if a module has no such configuration."""
     config = getattr(net, "pretrained_cfg", None) or {}
-    mean, first = config.get("mean"), config.get("first_conv")
+    mean = config.get("mean")
+    first = config.get("first_conv")
     if mean and isinstance(first, str):
         channels = getattr(net.get_submodule(first), "in_channels", len(mean))
         if channels != len(mean):
@@ -119,28 +155,17 @@ def _create(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module
         if not pretrained:
             raise
         raise RuntimeError(
-            f"the pretrained weights of {name} could not be had ({type(error).__name__}: {error}); give a local "
+            f"the pretrained weights of {name} could not be downloaded ({type(error).__name__}: {error}); give a local "
             "file with checkpoint=..., or pretrained=False for random weights"
         ) from error
 
 
 def _load_weights(net: nn.Module, checkpoint: str | os.PathLike) -> None:
-    state = read_weights(checkpoint)
-    for wrapper in WRAPPERS:
-        if isinstance(state.get(wrapper), dict):
-            state = state[wrapper]
+    """Load the weights of a checkpoint strictly."""
     own = net.state_dict()
-    for prefix in PREFIXES:
-        if all(name.startswith(prefix) for name in state) and not all(name.startswith(prefix) for name in own):
-            state = {name.removeprefix(prefix): value for name, value in state.items()}
-    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    wrong = [name for name in own.keys() & state.keys() if own[name].shape != getattr(state[name], "shape", None)]
-    if missing or extra or wrong:
-        problems = [f"missing: {_some(missing)}"] * bool(missing) + [f"unknown: {_some(extra)}"] * bool(extra)
-        problems += [
-            f"{name} is {tuple(getattr(state[name], 'shape', ()))}, the model's is {tuple(own[name].shape)}"
-            for name in sorted(wrong)[:3]
-        ]
+    state = _unwrapped(read_weights(checkpoint), own)
+    problems = _differences(state, own)
+    if problems:
         raise ValueError(
             f"{checkpoint} does not fit {type(net).__name__} ({'; '.join(problems)}): name the architecture it was "
             "made for, and num_classes=... where its head has another size"
@@ -148,5 +173,36 @@ def _load_weights(net: nn.Module, checkpoint: str | os.PathLike) -> None:
     net.load_state_dict(state)
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _unwrapped(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return the weights inside a foreign checkpoint, by the network's own names."""
+    for wrapper in WRAPPERS:
+        if isinstance(state.get(wrapper), dict):
+            state = state[wrapper]
+    for prefix in PREFIXES:
+        if all(name.startswith(prefix) for name in state) and not all(name.startswith(prefix) for name in own):
+            state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return state
+
+
+def _differences(state: dict[str, Any], own: dict[str, Any]) -> list[str]:
+    """Return what keeps a state from being loaded; an empty list if nothing does."""
+    problems = []
+    missing = sorted(own.keys() - state.keys())
+    if missing:
+        problems.append(f"missing: {_first_names(missing)}")
+    extra = sorted(state.keys() - own.keys())
+    if extra:
+        problems.append(f"unknown: {_first_names(extra)}")
+    common = sorted(own.keys() & state.keys())
+    wrong = [name for name in common if own[name].shape != getattr(state[name], "shape", None)]
+    for name in wrong[:3]:
+        found = tuple(getattr(state[name], "shape", ()))
+        problems.append(f"{name} is {found}, the model's is {tuple(own[name].shape)}")
+    return problems
+
+
+def _first_names(names: Sequence[str]) -> str:
+    text = ", ".join(names[:3])
+    if len(names) > 3:
+        text += f" and {len(names) - 3} more"
+    return text

@@ -27,7 +27,7 @@ CHANNELS_LAST: tuple[type[nn.Module], ...] = (  # (N, ..., channels)
 
 
 def norm_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Name -> normalisation layer, for every one that has affine parameters, in module order."""
+    """Return name -> normalisation layer, for every one that has affine parameters, in module order."""
     layers = {
         name: module
         for name, module in model.named_modules()
@@ -42,21 +42,23 @@ def norm_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def norm_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The affine parameters of every normalisation layer, in module order."""
+    """Return the affine parameters of every normalisation layer, in module order."""
     found = {id(p): p for layer in norm_layers(model).values() for p in layer.parameters(recurse=False)}
     return list(found.values())  # a weight that two layers share counts once
 
 
 def early_norm_parameters(net: nn.Module) -> list[nn.Parameter]:
-    """Those of the norm layers before the last quarter of the network's depth, as SAR takes them.
+    """Return the parameters of the norm layers before the last quarter of the network's depth, as in SAR.
 
     Depth is counted in a transformer's blocks (12: the last 3 are left out) or a convolutional network's stages
-    (4: the last, ResNet's layer4); what comes after them, such as the final norm, is left out too. In a network
-    that has neither, it is counted in norm layers, the first of which always adapts.
+    (4: the last, ResNet's layer4). What comes after them, such as the final norm, is left out too. In a network
+    that has neither, depth is counted in norm layers, the first of which always adapts.
     """
     layers = norm_layers(net)
     parts = blocks_of(net)
-    early, late = parts[: 3 * len(parts) // 4], parts[3 * len(parts) // 4 :]
+    middle = 3 * len(parts) // 4
+    early = parts[:middle]
+    late = parts[middle:]
     inside = [i for i, name in enumerate(layers) if _inside(name, early)]
     beyond = [i for i, name in enumerate(layers) if _inside(name, late)]
     end = min([inside[-1] + 1, *beyond]) if inside else max(1, 3 * len(layers) // 4)
@@ -64,16 +66,15 @@ def early_norm_parameters(net: nn.Module) -> list[nn.Parameter]:
 
 
 def blocks_of(net: nn.Module) -> list[str]:
-    """The names of the blocks or stages, in order: of `blocks`, `stages`, `layers`, or `layer1`, `layer2`, ..."""
+    """Return the names of the blocks or stages, in order: `blocks`, `stages`, `layers`, or `layer1`, `layer2`, ..."""
     for prefix, module in net.named_modules():
-        dot = f"{prefix}." if prefix else ""
         for name in ("blocks", "stages", "layers"):
             container = getattr(module, name, None)
             if isinstance(container, nn.ModuleList | nn.Sequential) and len(container) > 1:
-                return [f"{dot}{name}.{child}" for child, _ in container.named_children()]
+                return [dotted(prefix, name, child) for child, _ in container.named_children()]
         stages = [name for name, _ in module.named_children() if re.fullmatch(r"layer\d+", name)]
         if len(stages) > 1:
-            return [dot + name for name in stages]
+            return [dotted(prefix, name) for name in stages]
     return []
 
 
@@ -82,4 +83,10 @@ def _inside(name: str, parts: list[str]) -> bool:
 
 
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Return the BatchNorm layers, in module order."""
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+
+
+def dotted(prefix: str, *names: str) -> str:
+    """Return the full name of a submodule or tensor of the module `prefix`; the root module has the prefix ""."""
+    return ".".join([prefix, *names]).removeprefix(".")

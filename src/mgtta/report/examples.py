@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from mgtta._lib.shipped import shipped
-from mgtta.adaptation.method import Method
+from mgtta.adaptation.wrapper import Adapting
 from mgtta.data.cache import Held, Room
 from mgtta.data.glyphs import CLASSES, Glyphs
 from mgtta.data.streams import Batch, corrupted, stream
@@ -83,7 +83,7 @@ def _reproducible(protocol: dict[str, Any]) -> bool:
     return generator is None or generator in shipped("generators") or Path(generator).is_file()
 
 
-def _method(like: Record, model: Classifier) -> Method:
+def _method(like: Record, model: Classifier) -> Adapting:
     settings = dict(like.get("settings") or {})
     if needs_source(like["method"]):
         settings["source"] = load_source(EMBEDDED)

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from mgtta.data.corruptions import CORRUPTIONS
-from mgtta.methods.create import RECIPES
+from mgtta.methods.registry import recipes
 
 Record = dict[str, Any]
 
@@ -151,7 +151,8 @@ class Section:
     def rows(self) -> dict[str, str]:
         """Row -> method, in the order of the recipes."""
         found = {self.names[id(record)]: str(record["method"]) for record in self.records}
-        return dict(sorted(found.items(), key=lambda item: place(RECIPES, item[1])))
+        order = list(recipes())
+        return dict(sorted(found.items(), key=lambda item: place(order, item[1])))
 
     @cached_property
     def shared(self) -> list[Record]:

@@ -1,10 +1,11 @@
-"""Predictions of a stream as CSV or JSON lines, one row for each image, written whole or not at all."""
+"""Predictions of a stream as CSV or JSON lines, one row for each image. A file is written completely or not at all."""
 
 import csv
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
@@ -17,29 +18,39 @@ from mgtta._lib.ranks import ALONE, Alone
 
 FORMATS = (".csv", ".jsonl")
 COLUMNS = ("image", "prediction", "class", "confidence", "label")
+DIGITS = 6  # of a confidence, after the decimal point
 
 
 class PredictionWriter:
-    """Args:
-    names: data set number -> name of the image.
-    classes: names of the scored classes, where known.
-    ranks: those who have a share of each batch; every rank's rows are written, in the order of the ranks.
+    """Write one row for each image of a batch.
+
+    Args:
+        file: an open text file.
+        suffix: one of FORMATS.
+        names: number of an image in its data set -> its name.
+        classes: names of the scored classes, where they are known.
+        ranks: the ranks that share each batch. The rows of all ranks are written, in the order of the ranks.
     """
 
     def __init__(
         self,
         file: "IO[str] | GrowingFile",
         suffix: str,
-        names: Any,
+        names: Callable[[int], str],
         classes: Sequence[str] | None,
         ranks: Alone = ALONE,
     ):
-        self.file, self.names, self.classes, self.ranks = file, names, classes, ranks
+        self.file = file
+        self.names = names
+        self.classes = classes
+        self.ranks = ranks
         self.table = csv.DictWriter(file, COLUMNS) if suffix == ".csv" else None
-        if self.table and not (isinstance(file, GrowingFile) and file.offset):
+        resumed = isinstance(file, GrowingFile) and file.offset > 0
+        if self.table and not resumed:
             self.table.writeheader()
 
     def write(self, batch: Any, logits: Tensor) -> None:
+        """Write the rows of a batch, of all ranks."""
         for row in self.ranks.gather(self.rows(batch, logits)):
             if self.table:
                 self.table.writerow(row)
@@ -47,27 +58,29 @@ class PredictionWriter:
                 self.file.write(json.dumps(row) + "\n")
 
     def rows(self, batch: Any, logits: Tensor) -> list[dict[str, Any]]:
-        confidence, prediction = logits.softmax(1).max(1)
+        """Return this rank's rows of a batch; a confidence that is NaN, which JSON does not have, is None."""
+        confidences, predictions = logits.softmax(1).max(1)
         labels = [None] * len(logits) if batch.y is None else batch.y.tolist()
-        rows = zip(batch.index.tolist(), prediction.tolist(), confidence.tolist(), labels, strict=True)
-        return [
-            {
+        columns = zip(batch.index.tolist(), predictions.tolist(), confidences.tolist(), labels, strict=True)
+        rows = []
+        for index, prediction, confidence, label in columns:
+            row = {
                 "image": self.names(index),
-                "prediction": predicted,
-                "class": self.classes[predicted] if self.classes else None,
-                "confidence": round(sure, 6) if sure == sure else None,  # NaN is no JSON
+                "prediction": prediction,
+                "class": self.classes[prediction] if self.classes else None,
+                "confidence": None if math.isnan(confidence) else round(confidence, DIGITS),
                 "label": label,
             }
-            for index, predicted, sure, label in rows
-        ]
+            rows.append(row)
+        return rows
 
 
 class GrowingFile:
-    """Text that is there, up to some place, whatever kills the program: NAME.part until `finish` names it NAME.
+    """A text file that survives a kill up to a known offset. It is NAME.part until `finish` renames it to NAME.
 
     Args:
-        offset, digest: of what is known to be written already; anything after it is cut off.
-        finished: whether it was about to be renamed, or is already.
+        offset, digest: length and hash of what the checkpoint says is written. Anything after it is cut off.
+        finished: True if the checkpoint was saved just before the file was renamed.
     """
 
     def __init__(self, path: str | os.PathLike, offset: int = 0, digest: str = "", finished: bool = False):
@@ -78,12 +91,14 @@ class GrowingFile:
         if finished and not self.part.exists() and self.path.exists():
             os.replace(self.path, self.part)
         if offset and not self.part.exists():
-            raise FileNotFoundError(f"{self.part}, the predictions so far, is gone: delete the run, and begin anew")
+            raise FileNotFoundError(
+                f"{self.part}, which holds the predictions so far, is missing: delete the checkpoint and start again"
+            )
         self.file = open(self.part, "r+b" if offset else "w+b")  # noqa: SIM115
         self.hash.update(self.file.read(offset))
         if offset and (self.digest != digest or self.file.tell() != offset):
             self.close()
-            raise ValueError(f"{self.part} is not what the run wrote: delete the run and it, and begin anew")
+            raise ValueError(f"{self.part} is not what the run wrote: delete it and the checkpoint, and start again")
         self.file.truncate()
 
     @property
@@ -100,7 +115,7 @@ class GrowingFile:
         return self.file.write(data)
 
     def sync(self) -> None:
-        """Return when all that was written is on the disk."""
+        """Return when everything written so far is on the disk."""
         self.file.flush()
         os.fsync(self.file.fileno())
 
@@ -108,13 +123,14 @@ class GrowingFile:
         self.file.close()
 
     def finish(self) -> None:
+        """Close the file and give it its final name."""
         self.sync()
         self.close()
         os.replace(self.part, self.path)
 
 
 def format_of(path: str | os.PathLike) -> str:
-    """The suffix of a file of predictions; refused where there is no such format."""
+    """Return the suffix of a file of predictions; raise a ValueError if it is not one of FORMATS."""
     suffix = Path(path).suffix
     if suffix not in FORMATS:
         raise unknown("format of predictions", suffix or str(path), FORMATS)
@@ -123,9 +139,9 @@ def format_of(path: str | os.PathLike) -> str:
 
 @contextmanager
 def prediction_file(
-    path: str | os.PathLike, names: Any, classes: Sequence[str] | None = None, ranks: Alone = ALONE
+    path: str | os.PathLike, names: Callable[[int], str], classes: Sequence[str] | None = None, ranks: Alone = ALONE
 ) -> Iterator[PredictionWriter]:
-    """A writer to a file that appears under its name when all is written; the first rank's holds all."""
+    """Give a writer to a file that gets its name when everything is written. The first rank's file holds all rows."""
     suffix = format_of(path)
     place: Any = atomic(path) if ranks.first else nullcontext(os.devnull)
     with place as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:

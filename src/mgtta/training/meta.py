@@ -1,10 +1,11 @@
-"""The outer loop: trains a generator on a few unlabelled, shifted images (arXiv 2412.16901, Algorithm 1).
+"""The outer loop: train a generator on a few unlabelled, shifted images (arXiv 2412.16901, Algorithm 1).
 
-Notation    theta  the model's norm parameters, moved by the generator with `lr`
-            phi  the generator's weights, moved by Adam with `outer_lr`
-One step: a forward and backward pass at theta_t gives g_t. Since theta_t = theta_{t-1} - lr * update_{t-1}(phi),
-the same g_t, carried back through that one update, is phi's gradient. phi moves, and then generates the next
-update. Memory and moments carry values, not graphs, from step to step, so credit reaches one step back.
+Notation    theta  the model's norm parameters, updated by the generator with `lr`
+            phi    the generator's weights, updated by Adam with `outer_lr`
+
+One step: a forward and backward pass at theta_t gives g_t. Since theta_t = theta_{t-1} - lr * update_{t-1}(phi), the
+same g_t, passed back through that one update, is phi's gradient. phi is updated, and then generates the next update of
+theta. Memory and moments carry values from step to step but no graph, so the gradient reaches one step back.
 """
 
 import copy
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from mgtta import __version__
 from mgtta._lib.files import check_kind, fingerprint, read_tree, write_tree
+from mgtta.adaptation.step import EagerEngine
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS
 from mgtta.data.streams import corrupted, stream
 from mgtta.evaluation.loop import evaluate
@@ -34,6 +36,7 @@ from mgtta.models.source import SourceStatistics
 
 KIND = "mgtta training run"
 VERSION = 1
+SEED_STRIDE = 1_000_003  # between the seeds of the orders of two trainings; more than there are passes
 
 
 def meta_train(
@@ -55,38 +58,24 @@ def meta_train(
     checkpoint: str | os.PathLike | None = None,
     progress: bool = True,
 ) -> MetaGradientGenerator:
-    """The best generator of Algorithm 1, with the paper's settings; `model` itself is left as it is.
+    """Train a generator by Algorithm 1, with the paper's settings, and return the best one. `model` does not change.
 
-    After each pass over the images it is judged by adapting the source model afresh, and the best is kept.
+    After each pass over the images, the generator is judged by adapting the source model with it, and the best is kept.
 
     Args:
         images: unlabelled images of shifted domains, (M, 3, H, W); 128 are enough.
-        generator: one to train on; by default a fresh one of `hidden_size` and `memory`.
-        validation: labelled batches, iterable again and again: judged by accuracy, at `validation_lr`.
-            Without it, judged by the mean objective over the training images.
-        checkpoint: a file that is written after each pass and, where it exists already, gone on from.
+        generator: one to continue training; by default a new one of `hidden_size` and `memory`.
+        validation: labelled batches that can be iterated more than once. The generator is judged by its accuracy on
+            them at `validation_lr`; without them, by the mean objective over the training images.
+        checkpoint: checkpoint file, written after each pass; if it exists, the training resumes from it.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
     model = as_classifier(model)
     start = _start(generator, hidden_size, memory, seed)
     trainer = _Trainer(model, source, images, start, batch_size, lr, outer_lr, trade_off, seed)
-    protocol = {
-        "model": model.name,
-        "fingerprint": trainer.fingerprint,
-        "hidden_size": trainer.generator.hidden_size,
-        "memory": trainer.generator.memory_kind,
-        "images": len(images),
-        "images' hash": fingerprint({"images": images.float()}),
-        "starting weights": fingerprint(trainer.generator.state_dict()),
-        "steps": steps,
-        "batch_size": batch_size,
-        "lr": lr,
-        "outer_lr": outer_lr,
-        "trade_off": trade_off,
-        "seed": seed,
-        "validated by": "mean objective" if validation is None else f"accuracy at lr {validation_lr}",
-    }
+    judged_by = "mean objective" if validation is None else f"accuracy at lr {validation_lr}"
+    protocol = trainer.protocol(steps, judged_by)
     if checkpoint is not None and Path(checkpoint).exists():
         trainer.resume(checkpoint, protocol)
     with Progress(disable=not progress, transient=True) as bar:
@@ -95,14 +84,15 @@ def meta_train(
             for _ in trainer.one_pass(steps):
                 bar.update(task, completed=trainer.step)
             trainer.judge(validation, validation_lr)
-            best = {"score": float("nan"), "step": 0, **trainer.best}
-            bar.update(task, description=f"training the generator (best {best['score']:.4g} at {best['step']})")
+            bar.update(task, description=f"training the generator ({trainer.best_so_far()})")
             if checkpoint is not None:
                 trainer.save(checkpoint, protocol)
     return trainer.result(protocol)
 
 
 class _Trainer:
+    """The state of a training: theta, phi, the outer optimizer, and the best generator so far."""
+
     def __init__(
         self,
         model: Classifier,
@@ -121,8 +111,13 @@ class _Trainer:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         self.fingerprint = model.fingerprint()
         source.check(model.name, self.fingerprint)
-        self.source_model, self.source, self.images = model, source, images
-        self.batch_size, self.lr, self.trade_off, self.seed = batch_size, lr, trade_off, seed
+        self.source_model = model
+        self.images = images
+        self.batch_size = batch_size
+        self.lr = lr
+        self.outer_lr = outer_lr
+        self.trade_off = trade_off
+        self.seed = seed
         self.model = copy.deepcopy(model).requires_grad_(False).use_batch_statistics()
         self.theta = [p.requires_grad_() for p in norm_parameters(self.model)]
         like = self.theta[0]
@@ -130,15 +125,39 @@ class _Trainer:
         self.generator = generator.to(like.device, like.dtype)
         self.phi = list(self.generator.parameters())
         self.outer = torch.optim.Adam(self.phi, lr=outer_lr)
-        self.step = self.passes = self.skipped = 0
+        self.step = 0
+        self.passes = 0
+        self.skipped = 0  # batches whose gradient was not finite
         self.pending: tuple[Tensor, Tensor | None] | None = None  # inputs, and the memory they were written into
-        self.update: Tensor | None = None  # the update made from them, with its graph back to phi
+        self.update: Tensor | None = None  # the update made from them, with its graph to phi
         self.best: dict[str, Any] = {}
         self.scores: list[float] = []
 
+    def protocol(self, steps: int, judged_by: str) -> dict[str, Any]:
+        """Return what defines the training: it is kept with the generator, and a checkpoint must have the same.
+
+        Called before the first step: it holds a hash of the starting weights.
+        """
+        return {
+            "model": self.source_model.name,
+            "fingerprint": self.fingerprint,
+            "hidden_size": self.generator.hidden_size,
+            "memory": self.generator.memory_kind,
+            "images": len(self.images),
+            "images' hash": fingerprint({"images": self.images.float()}),
+            "starting weights": fingerprint(self.generator.state_dict()),
+            "steps": steps,
+            "batch_size": self.batch_size,
+            "lr": self.lr,
+            "outer_lr": self.outer_lr,
+            "trade_off": self.trade_off,
+            "seed": self.seed,
+            "validated by": judged_by,
+        }
+
     def one_pass(self, steps: int) -> Iterable[int]:
-        """Up to `steps` in all, at most one pass over the images, from fresh moments and memory."""
-        order = torch.Generator().manual_seed(1_000_003 * self.seed + self.passes)
+        """Take at most one pass over the images, up to step `steps`, starting with empty moments and memory."""
+        order = torch.Generator().manual_seed(SEED_STRIDE * self.seed + self.passes)
         index = torch.randperm(len(self.images), generator=order)
         n = sum(p.numel() for p in self.theta)
         exp_avg = self.theta[0].new_zeros(n)
@@ -162,14 +181,17 @@ class _Trainer:
         self.passes += 1
 
     def gradient(self, x: Tensor) -> Tensor | None:
-        """g_t = d objective / d theta, (n,); None where it is not finite."""
+        """Return g_t = d objective / d theta, (n,), or None if it is not finite."""
         logits, features = self.model.features(x)
         loss = objective(logits, features, self.source.mean, self.source.std, self.trade_off)
-        grad = torch.cat([g.flatten() for g in torch.autograd.grad(loss, self.theta, materialize_grads=True)])
-        return grad if grad.isfinite().all() else None
+        grads = torch.autograd.grad(loss, self.theta, materialize_grads=True)
+        grad = torch.cat([g.flatten() for g in grads])
+        if not grad.isfinite().all():
+            return None
+        return grad
 
     def move_phi(self, grad: Tensor) -> None:
-        """d objective / d phi = -lr * g_t . d update_{t-1} / d phi; one Adam step along it."""
+        """Take one Adam step along d objective / d phi = -lr * g_t . d update_{t-1} / d phi."""
         if self.update is None:
             return
         grads = torch.autograd.grad(self.update, self.phi, grad_outputs=-self.lr * grad, allow_unused=True)
@@ -178,7 +200,10 @@ class _Trainer:
         self.outer.step()
 
     def generate(self, inputs: Tensor, memory: Tensor | None) -> Tensor:
-        """Memorise and generate; no memory yet means the learned initial one, which then gets a gradient."""
+        """Generate the next update and return the memory after it.
+
+        Without a memory, the learned initial one is used, which then gets a gradient.
+        """
         self.pending = (inputs, memory)
         before = self.generator.init_memory(len(inputs)) if memory is None else memory
         self.update, after = self.generator(inputs, before)
@@ -186,34 +211,59 @@ class _Trainer:
 
     @torch.no_grad()
     def move_theta(self) -> None:
+        """theta_{t+1} = theta_t - lr * update_t."""
         assert self.update is not None
         updates = self.update.split([p.numel() for p in self.theta])
         for p, update in zip(self.theta, updates, strict=True):
             p.sub_(update.view_as(p), alpha=self.lr)
 
     def judge(self, validation: Iterable[Any] | None, lr: float) -> None:
-        """Adapt the source model with the generator as it is; keep a copy if it does best so far."""
-        rate = self.lr if validation is None else lr
-        method = MGTTA(self.source_model, self.source, partial(MGG, generator=self.generator, lr=rate), self.trade_off)
-        if validation is None:
-            losses = []
-            for x in self.images.split(self.batch_size):
-                _, loss = method.loss(x)
-                losses.append(loss.detach())
-                method.descend(loss)
-            score = -float(torch.stack(losses).nanmean())
-        else:
-            records = evaluate(method, validation)
-            if not records or any(record.top1 is None for record in records):
-                raise ValueError("validation must be labelled batches that can be iterated again and again")
-            score = sum(record.top1 for record in records) / len(records)  # type: ignore[misc]
+        """Adapt the source model with the present generator; keep a copy of it if it scores best so far."""
+        score = self.score(validation, lr)
         self.scores.append(score)
-        if score > self.best.get("score", -float("inf")):  # never where it is not a number
+        if score > self.best.get("score", -float("inf")):  # False if the score is NaN
             weights = {name: t.detach().clone() for name, t in self.generator.state_dict().items()}
             self.best = {"score": score, "step": self.step, "weights": weights}
 
+    def score(self, validation: Iterable[Any] | None, lr: float) -> float:
+        """Return the accuracy on the validation batches; without them, the negative mean objective."""
+        if validation is None:
+            return -self.mean_objective()
+        return self.accuracy(validation, lr)
+
+    def mean_objective(self) -> float:
+        """Return the mean objective over the training images while the source model adapts to them."""
+        method = self.method(self.lr)
+        engine = EagerEngine(method)
+        losses = []
+        for x in self.images.split(self.batch_size):
+            seen = method.look(x)
+            loss = method.objective(*seen)
+            losses.append(loss.detach())
+            engine.learn(loss)
+        return float(torch.stack(losses).nanmean())
+
+    def accuracy(self, validation: Iterable[Any], lr: float) -> float:
+        """Return the accuracy in percent on labelled batches, as the mean over their domains."""
+        records = evaluate(self.method(lr), validation)
+        figures = [record.top1 for record in records if record.top1 is not None]
+        if not records or len(figures) < len(records):
+            raise ValueError("validation must be labelled batches that can be iterated more than once")
+        return sum(figures) / len(figures)
+
+    def method(self, lr: float) -> MGTTA:
+        """Return the method that adapts a copy of the source model with the present generator."""
+        optimizer = partial(MGG, generator=self.generator, lr=lr)
+        return MGTTA(self.source_model, optimizer, source=self.source, trade_off=self.trade_off)
+
+    def best_so_far(self) -> str:
+        """Return the best score and its step, for the progress bar."""
+        score = self.best.get("score", float("nan"))
+        step = self.best.get("step", 0)
+        return f"best {score:.4g} at {step}"
+
     def result(self, protocol: dict[str, Any]) -> MetaGradientGenerator:
-        """The generator that did best, and how it came about."""
+        """Return a copy of the generator that scored best; its `about` says how it was trained."""
         if not self.best:
             raise ValueError("no image gave a finite objective: give uint8 pixels, or finite floats in [0, 1]")
         found = copy.deepcopy(self.generator).requires_grad_(True)
@@ -228,6 +278,7 @@ class _Trainer:
         return found
 
     def save(self, path: str | os.PathLike, protocol: dict[str, Any]) -> None:
+        """Write a checkpoint."""
         state = {
             "protocol": protocol,
             "counters": {
@@ -245,6 +296,7 @@ class _Trainer:
         write_tree(path, state, {"kind": KIND, "version": str(VERSION)})
 
     def resume(self, path: str | os.PathLike, protocol: dict[str, Any]) -> None:
+        """Continue from a checkpoint of the same protocol; only the number of steps may differ."""
         state, metadata = read_tree(path)
         check_kind(metadata, KIND, VERSION, path, "meta_train writes one as its checkpoint")
         if not isinstance(state, dict) or {**state.get("protocol", {}), "steps": 0} != {**protocol, "steps": 0}:
@@ -260,7 +312,9 @@ class _Trainer:
         if state["pending"] is not None:
             inputs, memory = state["pending"]
             device = self.theta[0].device
-            self.generate(inputs.to(device), None if memory is None else memory.to(device))
+            if memory is not None:
+                memory = memory.to(device)
+            self.generate(inputs.to(device), memory)
 
 
 def shifted_images(
@@ -272,7 +326,10 @@ def shifted_images(
     seed: int = 0,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """`count` different images of a clean data set, as many under each corruption at severity 5: what to train on."""
+    """Return `count` different images of a clean data set to train on, an equal share under each corruption.
+
+    The corruptions have severity 5.
+    """
     parts = []
     for i, domain in enumerate(corrupted(dataset, corruptions)):
         [batch] = stream(domain, batch_size=count, first=count, shuffle=shuffle, seed=seed, device=device)
@@ -281,6 +338,7 @@ def shifted_images(
 
 
 def _start(generator: MetaGradientGenerator | None, hidden_size: int, memory: str, seed: int) -> MetaGradientGenerator:
+    """Return a copy of the generator, or a new one from the seed."""
     if generator is not None:
         return copy.deepcopy(generator).requires_grad_(True)
     with torch.random.fork_rng(devices=[]):

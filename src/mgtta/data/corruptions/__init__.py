@@ -1,8 +1,8 @@
 """The 19 corruptions of ImageNet-C, batched, seeded, on CPU or GPU.
 
 D. Hendrycks, T. Dietterich: Benchmarking Neural Network Robustness to Common Corruptions and Perturbations,
-ICLR 2019, with its severity constants. One file a family; random (whose numbers belong to an image), filters
-and frost (the textures) serve them.
+ICLR 2019, with its severity constants. Each family has a file; they share random (numbers by image), filters and
+frost (textures).
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ CORRUPTIONS = tuple(f.__name__ for f in _TEST)
 VALIDATION_CORRUPTIONS = tuple(f.__name__ for f in _VALIDATION)
 SEVERITIES = (1, 2, 3, 4, 5)
 
-_PIXELS_ON_CPU = 2 * 224 * 224  # worked on at once: what its cache holds
+_PIXELS_ON_CPU = 2 * 224 * 224  # processed at once: as many as its cache holds
 _PIXELS_ELSEWHERE = 128 * 224 * 224
 
 
@@ -60,18 +60,18 @@ def corrupt(
     seed: int = 0,
     frost_textures: str | Path | None = None,
 ) -> Tensor:
-    """Corrupted copies of images (N, 3, H, W), in their dtype and on their device.
+    """Return corrupted copies of images (N, 3, H, W), in their dtype and on their device.
 
     Like the published files, a corrupted image has 8 bits a channel, rounded down. Float images are first
-    rounded to 8 bits, so that both dtypes give the same pixels. What is random belongs to (seed, index,
-    name): an image gets the same corruption in any batch.
+    rounded to 8 bits, so that both dtypes give the same pixels. Random numbers depend only on (seed, index,
+    name), so an image gets the same corruption in any batch.
 
     Args:
         images: uint8, or float in [0, 1]; H and W from 32 up. Below 224, lengths in pixels (radii, flakes,
-            displacements) shrink with the shorter side; all else is as ImageNet-C has it at 224.
+            displacements) shrink with the shorter side; everything else is as in ImageNet-C at 224.
         name: one of CORRUPTIONS or VALIDATION_CORRUPTIONS.
-        index: (N,) integers, each image's place in its data set; 0 .. N - 1 unless told.
-        frost_textures: a folder of images for frost; generated ones unless told (see frost_source).
+        index: (N,) integers, each image's number in its data set; by default 0 .. N - 1.
+        frost_textures: a folder of images for frost; by default textures are generated (see frost_source).
     """
     function = _check(images, name, severity)
     if index is None:
@@ -84,7 +84,9 @@ def corrupt(
     if len(images) == 0:
         return images.clone()
     index = index.to(images.device, torch.int64, non_blocking=True)
-    options = {"folder": Path(frost_textures) if frost_textures else None} if name == "frost" else {}
+    options = {}
+    if name == "frost" and frost_textures:
+        options["folder"] = Path(frost_textures)
 
     x = _to_bytes(images)
     pixels = _PIXELS_ON_CPU if x.device.type == "cpu" else _PIXELS_ELSEWHERE
@@ -94,7 +96,9 @@ def corrupt(
         for part, where in zip(x.split(at_once), index.split(at_once), strict=True)
     ]
     out = torch.cat(parts).contiguous()
-    return out if images.dtype == torch.uint8 else (out / 255).to(images.dtype)
+    if images.dtype == torch.uint8:
+        return out
+    return (out / 255).to(images.dtype)
 
 
 def _check(images: Tensor, name: str, severity: int) -> Callable[..., Tensor]:
@@ -126,7 +130,9 @@ def _to_bytes(images: Tensor) -> Tensor:
 
 
 def _to_bytes_down(x: Tensor) -> Tensor:
-    """uint8, rounded down, but up by a rounding error: 254.9999 is white."""
+    """Return uint8, rounded down, except that a rounding error is rounded up: 254.9999 is white."""
     if x.dtype == torch.uint8:
         return x
-    return (x + 1e-3 if x.is_floating_point() else x).clamp(0, 255).to(torch.uint8)
+    if x.is_floating_point():
+        x = x + 1e-3
+    return x.clamp(0, 255).to(torch.uint8)

@@ -16,7 +16,7 @@ def gaussian_blur(x: Tensor, rng: Random, severity: int) -> Tensor:
 
 
 def defocus_blur(x: Tensor, rng: Random, severity: int) -> Tensor:
-    """A disc of equal weights with a soft edge: differences of running sums along the rows (int32, exact)."""
+    """Average over a disc with a soft edge, by differences of running sums along the rows (int32, exact)."""
     radius = max(1.0, (3, 4, 6, 8, 10)[severity - 1] * shrink(x))
     reach = floor(radius)
     half_widths = [isqrt(floor(radius**2 - dy**2)) for dy in range(-reach, reach + 1)]
@@ -35,20 +35,22 @@ def defocus_blur(x: Tensor, rng: Random, severity: int) -> Tensor:
         out += rows[..., reach + half + 1 :][..., :W]
         out -= rows[..., reach - half :][..., :W]
     area = sum(2 * half + 1 for half in half_widths)
-    # the largest discs fill the grid they are softened on, whose mirrored border adds a percent of light
-    gain = 1 + 8 * 7 / 64 * (half_widths[1] - half_widths[0]) / area if severity >= 4 else 1
+    gain = 1.0
+    if severity >= 4:  # these discs fill the grid that they are softened on, whose mirrored border adds 1 % of light
+        gain = 1 + 8 * 7 / 64 * (half_widths[1] - half_widths[0]) / area
     return out.float() * (gain / (4096 * area))
 
 
 def glass_blur(x: Tensor, rng: Random, severity: int) -> Tensor:
-    """Blur, copy each pixel from a random neighbour, blur.
+    """Blur, copy each pixel from a random neighbour, blur again.
 
-    The published code walks back over the pixels and means to swap; the two views share memory, so each pixel
-    takes its neighbour's value, and that is the neighbour's new one where the walk has been. Here all pixels
-    are followed at once, by pointer doubling: the same distribution.
+    The published code walks backwards over the pixels and intends to swap two of them. But the two views share memory,
+    so each pixel takes its neighbour's value, which is the new one if the walk has passed the neighbour. Here all
+    pixels are followed at once by pointer doubling, which gives the same distribution.
     """
     sigma, delta, rounds = ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2))[severity - 1]
-    sigma, delta = sigma * shrink(x), max(1, round(delta * shrink(x)))
+    sigma = sigma * shrink(x)
+    delta = max(1, round(delta * shrink(x)))
     y = gaussian(x.float(), sigma).floor().flatten(2)
     walk = _shuffle(rng, delta, *x.shape[-2:])
     for _ in range(rounds - 1):
@@ -58,15 +60,17 @@ def glass_blur(x: Tensor, rng: Random, severity: int) -> Tensor:
 
 
 def _shuffle(rng: Random, delta: int, H: int, W: int) -> Tensor:
-    """(N, HW): the pixel that each pixel's value comes from, after one walk."""
-    h, w = H - 2 * delta, W - 2 * delta  # the walk leaves a border out
+    """Return (N, HW): the pixel that each pixel's value comes from, after one walk."""
+    h = H - 2 * delta  # the walk leaves out a border
+    w = W - 2 * delta
     here = torch.arange(H * W, device=rng.key.device).view(H, W)
     inner = here[delta + 1 : H - delta + 1, delta + 1 : W - delta + 1]
     dy, dx = (rng.integers(2 * delta, h, w) - delta for _ in range(2))
     there = inner + dy * W + dx  # (N, h, w)
 
     # a pixel that the walk has passed is after this one in raster order, and not in the border
-    row, column = torch.div(there, W, rounding_mode="floor"), there % W
+    row = torch.div(there, W, rounding_mode="floor")
+    column = there % W
     passed = (there > inner) & (row > delta) & (row <= H - delta) & (column > delta) & (column <= W - delta)
     link = (~here).expand(len(there), H, W).clone()  # ~pixel: the walk ends there
     link[:, delta + 1 : H - delta + 1, delta + 1 : W - delta + 1] = torch.where(passed, there, ~there)
@@ -83,13 +87,15 @@ def motion_blur(x: Tensor, rng: Random, severity: int) -> Tensor:
 
 
 def zoom_blur(x: Tensor, rng: Random, severity: int) -> Tensor:
-    """The mean of the image and of its centre at growing enlargements."""
+    """Average the image and its centre at growing enlargements."""
     step, count = ((0.01, 12), (0.01, 16), (0.02, 11), (0.02, 13), (0.03, 11))[severity - 1]
     H, W = x.shape[-2:]
     x = x.float().contiguous(memory_format=torch.channels_last)  # interpolates faster
     out = 2 * x  # the image itself, and enlarged by 1
     for factor in (1 + i * step for i in range(1, count)):
-        h, w = ceil(H / factor), ceil(W / factor)
-        top, left = (H - h) // 2, (W - w) // 2
+        h = ceil(H / factor)
+        w = ceil(W / factor)
+        top = (H - h) // 2
+        left = (W - w) // 2
         out += enlarge(x[..., top : top + h, left : left + w], factor)[..., :H, :W]
     return out / (count + 1)

@@ -4,11 +4,12 @@ from functools import lru_cache, reduce
 from io import BytesIO
 from operator import add
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
+
+from mgtta.data.images import read_image
 
 from .filters import gaussian, shrink
 from .random import Random
@@ -21,19 +22,20 @@ def contrast(x: Tensor, rng: Random, severity: int) -> Tensor:
 
 
 def saturate(x: Tensor, rng: Random, severity: int) -> Tensor:
-    """HSV's saturation scaled and shifted, its hue and value kept; grey has the hue of red."""
+    """Scale and shift HSV's saturation and keep its hue and value; grey has the hue of red."""
     scale, shift = ((0.3, 0), (0.1, 0), (2, 0), (5, 0.1), (20, 0.2))[severity - 1]
     x = x.float()
-    value, low = x.amax(1, keepdim=True), x.amin(1, keepdim=True)
-    spread = value - low
+    value = x.amax(1, keepdim=True)
+    spread = value - x.amin(1, keepdim=True)
     saturation = (spread / value.clamp(min=1) * scale + shift).clamp(0, 1)
     red = torch.arange(3, device=x.device).clamp(max=1).view(3, 1, 1)
-    depth = torch.where(spread > 0, (value - x) / spread.clamp(min=1), red)  # largest channel 0, least 1
+    # 0 for the largest channel, 1 for the smallest
+    depth = torch.where(spread > 0, (value - x) / spread.clamp(min=1), red)
     return value * (1 - saturation * depth)
 
 
 def elastic_transform(x: Tensor, rng: Random, severity: int) -> Tensor:
-    """Each pixel is taken from a place displaced by smooth noise."""
+    """Take each pixel from a place displaced by smooth noise."""
     alpha = 250 * (0.05, 0.065, 0.085, 0.1, 0.12)[severity - 1] * shrink(x)
     H, W = x.shape[-2:]
     noise = (rng.bits(2, H, W) >> 8) + 0.5  # within ±128
@@ -45,7 +47,7 @@ def elastic_transform(x: Tensor, rng: Random, severity: int) -> Tensor:
 
 
 def pixelate(x: Tensor, rng: Random, severity: int) -> Tensor:
-    """Averages over boxes, each spread over its place."""
+    """Replace each box of pixels by its average."""
     keep = (0.6, 0.5, 0.4, 0.3, 0.25)[severity - 1]
     (rows, heights, up), (columns, widths, left) = (_boxes(n, int(n * keep), x.device) for n in x.shape[-2:])
     y = F.pad(x.short(), (0, 1, 0, 1))  # the last row and column, zero, stand for "no pixel"
@@ -56,12 +58,12 @@ def pixelate(x: Tensor, rng: Random, severity: int) -> Tensor:
 
 
 def _columns(x: Tensor, which: Tensor) -> Tensor:
-    return x.gather(3, which.expand(*x.shape[:3], -1))  # on a CPU faster than index_select
+    return x.gather(3, which.expand(*x.shape[:3], -1))  # faster than index_select on a CPU
 
 
 @lru_cache(maxsize=32)
 def _boxes(n: int, m: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """n pixels in m boxes: the pixels of each (taps, m), their number (m,), the box shown at a pixel (n,)."""
+    """Split n pixels into m boxes: return each box's pixels (taps, m) and their number (m,), each pixel's box (n,)."""
     edges = (torch.arange(m + 1, dtype=torch.float64) * n / m + 0.5).long()
     sizes = edges.diff()
     taps = torch.arange(int(sizes.max()))[:, None]
@@ -76,5 +78,6 @@ def jpeg_compression(x: Tensor, rng: Random, severity: int) -> Tensor:
     for image, new in zip(x.cpu().numpy(), out, strict=True):
         buffer = BytesIO()
         Image.merge("RGB", [Image.fromarray(plane) for plane in image]).save(buffer, "JPEG", quality=quality)
-        new.copy_(torch.from_numpy(np.array(Image.open(buffer))).permute(2, 0, 1))
+        compressed = read_image(buffer.getvalue(), name="after JPEG compression")
+        new.copy_(torch.tensor(compressed).permute(2, 0, 1))
     return out.to(x.device)

@@ -1,9 +1,9 @@
-"""Linear filters whose sums are exact, shared by the families.
+"""Linear filters whose sums are exact, shared by the families of corruptions.
 
-Weights are integers over a power of two that sum to one, and pixels are integers or multiples of 1/4: every
-partial sum fits float32's 24 bits, so no order of summation (batch size, library, device) changes a result.
+Weights are integers over a power of two that sum to one. Pixels are integers or multiples of 1/4. So every partial sum
+fits float32's 24 bits, and no order of summation (batch size, library, device) changes a result.
 
-Shapes: x (N, C, H, W), float32, within ±255 (single pixels of noise may be beyond).
+Shapes: x (N, C, H, W), float32, within ±255 (single pixels of noise may exceed it).
 """
 
 from functools import lru_cache, reduce
@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 def shrink(x: Tensor) -> float:
-    """The factor for lengths in pixels: ImageNet-C's hold from 224 up, and shrink with smaller images."""
+    """Return the factor for lengths in pixels: 1 from 224 up, as in ImageNet-C, and less for smaller images."""
     return min(1.0, min(x.shape[-2:]) / 224)
 
 
 def exact_weights(weights: Tensor, one: int) -> Tensor:
-    """Integers in the proportion of the weights that sum to `one`; the largest takes what rounding leaves."""
+    """Return integers in proportion to the weights that sum to `one`; the largest one absorbs the rounding error."""
     units = (weights / weights.sum() * one).round().long()
     units[units.argmax()] += one - units.sum()
     return units
@@ -28,7 +28,7 @@ def exact_weights(weights: Tensor, one: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def gaussian_matrix(n: int, sigma: float, truncate: float, mirror: bool, device: torch.device) -> Tensor:
-    """(n, n): blurs a line of n pixels, which goes on as its mirror image or as its last pixel."""
+    """Return (n, n), which blurs a line of n pixels; beyond its ends it is mirrored, or its last pixel repeated."""
     radius = _radius(sigma, truncate)
     taps = torch.arange(-radius, radius + 1)
     weights = exact_weights(torch.exp(-(taps.double() ** 2) / (2 * sigma**2)), 1 << 14).double() / (1 << 14)
@@ -38,7 +38,7 @@ def gaussian_matrix(n: int, sigma: float, truncate: float, mirror: bool, device:
         source = torch.minimum(source, 2 * n - 1 - source)
     matrix = torch.zeros(n, n, dtype=torch.float64)
     matrix.scatter_add_(1, source.clamp(0, n - 1), weights.expand(n, -1).contiguous())
-    # on a GPU float64, which no TF32 setting touches
+    # float64 on a GPU, since TF32 settings do not change it
     return matrix.to(device, torch.float32 if device.type == "cpu" else torch.float64)
 
 
@@ -47,7 +47,7 @@ def _radius(sigma: float, truncate: float) -> int:
 
 
 def gaussian(x: Tensor, sigma: float, truncate: float = 4.0, mirror: bool = False) -> Tensor:
-    """x blurred along its last two axes; rounded to 1/4 between them."""
+    """Return x blurred along its last two axes; it is rounded to 1/4 in between."""
     reach = _radius(sigma, truncate)
     for axis in (-1, -2):
         n = x.shape[axis]
@@ -55,19 +55,21 @@ def gaussian(x: Tensor, sigma: float, truncate: float = 4.0, mirror: bool = Fals
         x = (x * 4).round().to(matrix.dtype) / 4
         parts = []
         for start in range(0, n, 64):  # a block of pixels depends on few others
-            low, high = max(0, start - reach), min(n, start + 64 + reach)
-            band, part = matrix[start : start + 64, low:high], x.narrow(axis, low, high - low)
+            low = max(0, start - reach)
+            high = min(n, start + 64 + reach)
+            band = matrix[start : start + 64, low:high]
+            part = x.narrow(axis, low, high - low)
             parts.append(part @ band.T if axis == -1 else band @ part)
         x = torch.cat(parts, axis)
     return x.float()
 
 
 def motion(x: Tensor, radius: int, sigma: float, angle: Tensor) -> Tensor:
-    """x (N, C, H, W), C up to 3, levels 0 .. 255, smeared along each image's own angle (N,), in degrees.
+    """Return x (N, C, H, W), C up to 3, levels 0 .. 255, smeared along each image's own angle (N,), in degrees.
 
-    ImageMagick's motion blur, which ImageNet-C calls through the wand library: a one-sided Gaussian of
-    2 radius + 1 taps that looks ahead along the angle, each tap at the nearest pixel. The channels ride in
-    one int64, 21 bits each: 8 of the pixel and 13 of the weights.
+    This is ImageMagick's motion blur, which ImageNet-C calls through the wand library: a one-sided Gaussian of
+    2 radius + 1 taps along the angle, each tap at the nearest pixel. The channels are packed into one int64 with 21
+    bits each: 8 for the pixel and 13 for the weights.
     """
     H, W = x.shape[-2:]
     taps = torch.arange(2 * radius + 1, dtype=torch.float64)
@@ -91,6 +93,6 @@ def motion(x: Tensor, radius: int, sigma: float, angle: Tensor) -> Tensor:
 
 
 def enlarge(x: Tensor, factor: float) -> Tensor:
-    """x (N, C, H, W) enlarged: bilinear, corner pixels on corner pixels."""
+    """Return x (N, C, H, W) enlarged, bilinear, with corner pixels on corner pixels."""
     size = [round(n * factor) for n in x.shape[-2:]]
     return F.interpolate(x, size=size, mode="bilinear", align_corners=True)

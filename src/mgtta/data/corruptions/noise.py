@@ -23,9 +23,9 @@ def shot_noise(x: Tensor, rng: Random, severity: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _poisson_table(photons: int, device: torch.device) -> Tensor:
-    """(256 * 2^14,) uint8: for each grey level, the 8-bit outcomes of Poisson counts, equally likely."""
+    """Return (256 * 2^14,) uint8: for each grey level, equally likely 8-bit outcomes of Poisson counts."""
     rate = torch.arange(256, dtype=torch.float64)[:, None] / 255 * photons
-    count = torch.arange(photons + 1, dtype=torch.float64)  # more are clipped to white
+    count = torch.arange(photons + 1, dtype=torch.float64)  # larger counts are clipped to white
     mass = torch.exp(torch.xlogy(count, rate) - rate - torch.lgamma(count + 1))  # (256, counts)
     edges = (mass.cumsum(1)[:, :-1] * (1 << 14)).round().long()  # where the next count begins
     steps = torch.zeros(256, (1 << 14) + 1, dtype=torch.int64)

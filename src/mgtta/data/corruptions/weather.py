@@ -13,7 +13,7 @@ from .random import Random
 
 
 def snow(x: Tensor, rng: Random, severity: int) -> Tensor:
-    """Thresholded noise, enlarged and blown, and the same turned by 180 degrees, on a whitened image."""
+    """Add thresholded noise, enlarged and motion-blurred, and the same turned by 180 degrees, to a whitened image."""
     mean, std, size, threshold, radius, sigma, keep = (
         (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
         (0.2, 0.3, 2, 0.5, 12, 4, 0.7),
@@ -39,7 +39,7 @@ def snow(x: Tensor, rng: Random, severity: int) -> Tensor:
 
 
 def frost(x: Tensor, rng: Random, severity: int, folder: Path | None = None) -> Tensor:
-    """A window at a random place of a random texture, added."""
+    """Add a window at a random place of a random texture."""
     keep, ice = ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))[severity - 1]
     H, W = x.shape[-2:]
     pixels, start, heights, widths = textures(folder, H, W, x.device)
@@ -63,27 +63,30 @@ def fog(x: Tensor, rng: Random, severity: int) -> Tensor:
 
 
 def plasma(rng: Random, size: int, decay: float) -> Tensor:
-    """(N, S, S) in [0, 1], S the power of two from size up: a cloud by diamond-square on a torus."""
+    """Return (N, S, S) in [0, 1], S the next power of two from size up: a cloud by diamond-square on a torus."""
     S = 1 << (size - 1).bit_length()
     wibble = rng.uniform(S, S) * 2 - 1
     cloud = torch.zeros_like(wibble)
-    step, amplitude = S, 100.0 * 100.0
+    step = S
+    amplitude = 100.0 * 100.0
     while step > 1:
         half = step // 2
-        corners, centres = cloud[:, ::step, ::step], cloud[:, half::step, half::step]  # views
+        corners = cloud[:, ::step, ::step]  # a view
+        centres = cloud[:, half::step, half::step]  # a view, which is written to
         pairs = corners + corners.roll(-1, 1)
         centres.copy_((pairs + pairs.roll(-1, 2)) / 4 + amplitude * wibble[:, half::step, half::step])
         beside = (centres + centres.roll(1, 1)) + (corners + corners.roll(-1, 2))
         below = (centres + centres.roll(1, 2)) + (corners + corners.roll(-1, 1))
         cloud[:, ::step, half::step] = beside / 4 + amplitude * wibble[:, ::step, half::step]
         cloud[:, half::step, ::step] = below / 4 + amplitude * wibble[:, half::step, ::step]
-        step, amplitude = half, amplitude / decay**2
+        step = half
+        amplitude = amplitude / decay**2
     cloud -= cloud.amin((1, 2), keepdim=True)
     return cloud / cloud.amax((1, 2), keepdim=True)
 
 
 def spatter(x: Tensor, rng: Random, severity: int) -> Tensor:
-    """Drops where smoothed noise is high: of water (1 to 3) or of mud (4, 5)."""
+    """Add drops where smoothed noise is high: of water (severities 1 to 3) or of mud (4, 5)."""
     mean, std, sigma, threshold, amount, mud = (
         (0.65, 0.3, 4, 0.69, 0.6, False),
         (0.65, 0.3, 3, 0.68, 0.6, False),
@@ -91,7 +94,7 @@ def spatter(x: Tensor, rng: Random, severity: int) -> Tensor:
         (0.65, 0.3, 1, 0.65, 1.5, True),
         (0.67, 0.4, 1, 0.65, 1.5, True),
     )[severity - 1]
-    scale = shrink(x)  # on the noise too: less smoothing leaves more of it
+    scale = shrink(x)  # scales the noise too, since less smoothing leaves more of it
     noise = rng.normal(1, *x.shape[-2:], mean=0.5, std=255 * std * scale)
     liquid = 255 * mean + gaussian(noise.float(), sigma * scale)  # (N, 1, H, W)
     wet = liquid >= 255 * threshold
@@ -106,7 +109,7 @@ def spatter(x: Tensor, rng: Random, severity: int) -> Tensor:
 
 
 def _relief(liquid: Tensor) -> Tensor:
-    """(N, 1, H, W) integers 0 .. 255: the drops lit from a corner, their depth the distance to an edge."""
+    """Return (N, 1, H, W) integers 0 .. 255: the drops lit from a corner, with the distance to an edge as depth."""
     box = ((1, 1, 1),) * 3
     depth = _distance(_edges(liquid), 20)
     depth = (_stencil(depth, box) / 9 + 1e-3).to(torch.uint8)  # 0 .. 20
@@ -121,7 +124,7 @@ def _relief(liquid: Tensor) -> Tensor:
 
 
 def _stencil(x: Tensor, weights: tuple[tuple[int, ...], ...], border: str = "reflect") -> Tensor:
-    """x (N, C, H, W) correlated with 3 x 3 integers."""
+    """Return x (N, C, H, W) correlated with 3 x 3 integers."""
     H, W = x.shape[-2:]
     padded = F.pad(x, (1,) * 4, mode=border)
     out = torch.zeros_like(x)
@@ -133,16 +136,17 @@ def _stencil(x: Tensor, weights: tuple[tuple[int, ...], ...], border: str = "ref
 
 
 def _edges(x: Tensor) -> Tensor:
-    """Canny's edges of steps as strong as these: local maxima of the gradient, without hysteresis."""
+    """Return Canny's edges, without hysteresis: strong local maxima of the gradient."""
     gx = _stencil(x, ((-1, 0, 1), (-2, 0, 2), (-1, 0, 1)), "replicate")
     gy = _stencil(x, ((-1, -2, -1), (0, 0, 0), (1, 2, 1)), "replicate")
-    across, along = gx.abs(), gy.abs()
+    across = gx.abs()
+    along = gy.abs()
     size = across + along
     H, W = x.shape[-2:]
     around = F.pad(size, (1,) * 4)
 
     def largest(dy: int, dx: int) -> Tensor:
-        """Where the gradient exceeds that of both neighbours on a line."""
+        """Return where the gradient exceeds that of both neighbours on a line."""
         before = around[..., 1 - dy : 1 - dy + H, 1 - dx : 1 - dx + W]
         after = around[..., 1 + dy : 1 + dy + H, 1 + dx : 1 + dx + W]
         return (size > before) & (size >= after)
@@ -154,7 +158,7 @@ def _edges(x: Tensor) -> Tensor:
 
 
 def _distance(edges: Tensor, limit: int) -> Tensor:
-    """Euclidean distance to the nearest edge pixel, at most limit."""
+    """Return the Euclidean distance to the nearest edge pixel, at most limit."""
     H, W = edges.shape[-2:]
     rows = torch.arange(H, device=edges.device, dtype=torch.int32)[:, None]
     above = rows - rows.where(edges, -limit).cummax(-2).values
@@ -169,7 +173,7 @@ def _distance(edges: Tensor, limit: int) -> Tensor:
 
 
 def brightness(x: Tensor, rng: Random, severity: int) -> Tensor:
-    """HSV's value raised: all channels grow by one ratio; black becomes grey."""
+    """Raise HSV's value: all channels grow by one ratio; black becomes grey."""
     rise = (0.1, 0.2, 0.3, 0.4, 0.5)[severity - 1]
     value = x.amax(1, keepdim=True).float()
     raised = (value + 255 * rise).clamp(max=255)

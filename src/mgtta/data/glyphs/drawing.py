@@ -1,26 +1,20 @@
-"""An endless, seeded set of small colour images of letters and digits: data without a download.
-
-Image `index` of `seed` is a pure function of the two, in any order and in any process. The characters are
-drawn in fonts that ship with matplotlib, bent a little, laid over a texture and crossed by stray strokes.
-Glyph and background always differ in luma by at least `CONTRAST` of the full range, strokes aside.
+"""Draws one character: the image `index` of `seed`, a pure function of the two numbers.
 
 Shapes: images are uint8 (3, SIZE, SIZE), layers and textures float32 (SIZE, SIZE) in [0, 1].
 """
 
 import math
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from functools import cache, cached_property, partial
-from multiprocessing import get_context
+from functools import cache
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.random import Generator, default_rng
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 # The seeds of the three splits. Seed 0, the default everywhere, is the test split: never train on it.
-TEST_SEED, TRAIN_SEED, VALIDATION_SEED = 0, 1, 2
+TEST_SEED = 0
+TRAIN_SEED = 1
+VALIDATION_SEED = 2
 
 CLASSES = tuple("0123456789ACDEFGHJKLMNPRTUVWXY")  # no B, I, O, Q, S, Z: they look like 8, 1, 0, 0, 5, 2
 FONTS = (
@@ -30,13 +24,12 @@ FONTS = (
     *("STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "STIXGeneralBolIta"),
     *("cmr10", "cmb10", "cmss10", "cmti10", "cmtt10"),
 )
-SIZE = 48
-HEIGHT = (17, 28)  # of a character, in pixels
-CONTRAST = 0.5
+SIZE = 48  # pixels, of an image
+HEIGHT = (17, 28)  # pixels, the least and the largest height of a character
+CONTRAST = 0.5  # the least difference in luma between glyph and background, as a share of the full range
 
-_CANVAS = 2 * SIZE  # shapes are drawn at twice the size and halved: smooth edges
-_GLYPH = (72, 64)  # width and height of a character in its stencil, at most
-_CHUNK = 256  # images a process renders at a time
+_CANVAS = 2 * SIZE  # shapes are drawn at twice the size and halved, for smooth edges
+_GLYPH = (72, 64)  # the largest width and height of a character in its stencil
 _LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 _Y, _X = np.mgrid[-1 : 1 : SIZE * 1j, -1 : 1 : SIZE * 1j].astype(np.float32)
 
@@ -52,7 +45,7 @@ def _font_folder() -> Path:
 
 @cache
 def stencil(font: str, character: str) -> Image.Image:
-    """The character in white on black, centred, as large as `_GLYPH` allows."""
+    """Return the character in white on black, centred, as large as `_GLYPH` allows."""
     path = str(_font_folder() / f"{font}.ttf")
     sheet = Image.new("L", (600, 400))
     large = ImageFont.truetype(path, 200, layout_engine=ImageFont.Layout.BASIC)
@@ -68,21 +61,25 @@ def _layer(image: Image.Image) -> np.ndarray:
 
 
 def _bend(image: Image.Image, rng: Generator) -> Image.Image:
-    """The stencil turned, sheared, scaled and shifted."""
+    """Return the stencil turned, sheared, scaled and shifted."""
     angle = math.radians(rng.uniform(-20, 20))
     shear = rng.uniform(-0.25, 0.25)
     width, height = rng.uniform(*HEIGHT) * rng.uniform(0.9, 1.1, 2) * 2 / _GLYPH[1]
     dx, dy = rng.uniform(-14, 14, 2) + _CANVAS / 2
-    cos, sin = math.cos(angle), math.sin(angle)
+    cos = math.cos(angle)
+    sin = math.sin(angle)
     # PIL asks where an output pixel comes from: the inverse map, [1/width, 1/height] * shear * rotation
-    a, b = (cos + shear * sin) / width, (sin - shear * cos) / width
-    d, e = -sin / height, cos / height
-    c, f = _CANVAS / 2 - a * dx - b * dy, _CANVAS / 2 - d * dx - e * dy
+    a = (cos + shear * sin) / width
+    b = (sin - shear * cos) / width
+    c = _CANVAS / 2 - a * dx - b * dy
+    d = -sin / height
+    e = cos / height
+    f = _CANVAS / 2 - d * dx - e * dy
     return image.transform(image.size, Image.Transform.AFFINE, (a, b, c, d, e, f), Image.Resampling.BILINEAR)
 
 
 def _strokes(rng: Generator) -> Image.Image:
-    """Up to three thin lines and arcs."""
+    """Return up to three thin lines and arcs."""
     image = Image.new("L", (_CANVAS, _CANVAS))
     draw = ImageDraw.Draw(image)
     for _ in range(rng.integers(4)):
@@ -104,7 +101,7 @@ def _clouds(rng: Generator) -> np.ndarray:
 
 
 def _texture(rng: Generator) -> np.ndarray:
-    """How much of the second background colour each pixel has."""
+    """Return how much of the second background colour each pixel has."""
     kind = rng.integers(9)
     angle, frequency, phase = rng.uniform((0, 6, 0), (2 * math.pi, 24, 2 * math.pi))
     u = _X * math.cos(angle) + _Y * math.sin(angle)
@@ -131,98 +128,42 @@ def _texture(rng: Generator) -> np.ndarray:
 
 
 def _colours(rng: Generator) -> np.ndarray:
-    """(4, 3): glyph, the two of the background, stroke. The first keeps its distance from the next two."""
+    """Return (4, 3): glyph, the two of the background, stroke. The luma of the first differs from the next two."""
     threshold = rng.uniform(0.3, 0.7)
-    dark, light = (0, threshold - CONTRAST / 2), (threshold + CONTRAST / 2, 1)
-    glyph, back = (dark, light) if rng.random() < 0.5 else (light, dark)
+    glyph = (0.0, threshold - CONTRAST / 2)  # a range of luma
+    back = (threshold + CONTRAST / 2, 1.0)
+    if rng.random() >= 0.5:  # a light glyph on a dark background
+        glyph, back = back, glyph
     luma = np.array([rng.uniform(*side) for side in (glyph, back, back, (0, 1))], dtype=np.float32)
     colour = rng.random((4, 3), dtype=np.float32)
-    have, want = (colour @ _LUMA)[:, None], luma[:, None]
+    have = (colour @ _LUMA)[:, None]
+    want = luma[:, None]
     return np.where(have > want, colour * want / have, 1 - (1 - colour) * (1 - want) / (1 - have))
 
 
 def _compose(rng: Generator, character: str) -> tuple[np.ndarray, np.ndarray]:
-    """The image, float32 (3, SIZE, SIZE) in [0, 1], and where its glyph is, (SIZE, SIZE)."""
+    """Return the image, float32 (3, SIZE, SIZE) in [0, 1], and where its glyph is, (SIZE, SIZE)."""
     font = FONTS[rng.integers(len(FONTS))]
-    glyph, strokes = _layer(_bend(stencil(font, character), rng)), _layer(_strokes(rng))
+    glyph = _layer(_bend(stencil(font, character), rng))
+    strokes = _layer(_strokes(rng))
     ink, ground, second, stroke = _colours(rng)[:, :, None, None]
     image = ground + (second - ground) * _texture(rng)
     layers = [(glyph, ink), (strokes, stroke)]
-    for mask, colour in layers if rng.random() < 0.5 else reversed(layers):
+    if rng.random() >= 0.5:
+        layers.reverse()
+    for mask, colour in layers:
         image = image + (colour - image) * mask
     return np.clip(image, 0, 1), glyph
 
 
-def _start(seed: int, index: int) -> tuple[Generator, int]:
+def start(seed: int, index: int) -> tuple[Generator, int]:
+    """Return the random numbers of an image, and its label, which is the first of them."""
     rng = default_rng((seed, index))
     return rng, int(rng.integers(len(CLASSES)))
 
 
 def render(index: int, seed: int = TEST_SEED) -> tuple[np.ndarray, int]:
-    """Image `index` of `seed`, uint8 (3, SIZE, SIZE), and its label."""
-    rng, label = _start(seed, index)
+    """Return image `index` of `seed`, uint8 (3, SIZE, SIZE), and its label."""
+    rng, label = start(seed, index)
     image, _ = _compose(rng, CLASSES[label])
     return (image * 255 + 0.5).astype(np.uint8), label
-
-
-def _render_chunk(indices: range, seed: int) -> np.ndarray:
-    return np.stack([render(index, seed)[0] for index in indices])
-
-
-class Glyphs(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """The first `n` images of a seed, rendered as they are asked for."""
-
-    classes = CLASSES
-
-    def __init__(self, n: int, seed: int = TEST_SEED):
-        if n < 0 or seed < 0:
-            raise ValueError(f"n and seed must not be negative, got n={n}, seed={seed}")
-        self.n, self.seed = n, seed
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
-        image, label = render(self._checked(i), self.seed)
-        return torch.from_numpy(image), label
-
-    def name(self, i: int) -> str:
-        """What image i is called in records and file names."""
-        return f"glyph-{self.seed}-{self._checked(i)}"
-
-    @cached_property
-    def labels(self) -> torch.Tensor:
-        """int64 (n,), without rendering."""
-        return torch.tensor([_start(self.seed, i)[1] for i in range(self.n)], dtype=torch.int64)
-
-    def tensors(
-        self, processes: int = 1, progress: Callable[[int, int], object] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All images, uint8 (n, 3, SIZE, SIZE), and labels (n,).
-
-        Args:
-            processes: started by spawn, so CUDA may be in use; the caller needs a `__main__` guard.
-            progress: called with (images done, n) now and then.
-        """
-        images = torch.empty(self.n, 3, SIZE, SIZE, dtype=torch.uint8)
-        done = 0
-        for chunk in self._chunks(processes):
-            images[done : done + len(chunk)] = torch.from_numpy(chunk)
-            done += len(chunk)
-            if progress is not None:
-                progress(done, self.n)
-        return images, self.labels
-
-    def _chunks(self, processes: int) -> Iterator[np.ndarray]:
-        work = [range(i, min(i + _CHUNK, self.n)) for i in range(0, self.n, _CHUNK)]
-        draw = partial(_render_chunk, seed=self.seed)
-        if processes == 1 or len(work) == 1:
-            yield from map(draw, work)
-            return
-        with ProcessPoolExecutor(min(processes, len(work)), get_context("spawn")) as pool:
-            yield from pool.map(draw, work)
-
-    def _checked(self, i: int) -> int:
-        if not 0 <= i < self.n:
-            raise IndexError(f"image {i} of {self.n}")
-        return int(i)

@@ -1,0 +1,188 @@
+"""What stands around a method and changes one thing about it; everything else is passed on, name by name."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mgtta._lib.ranks import Alone
+from mgtta.adaptation.method import Events, Method
+from mgtta.adaptation.state import Saved
+from mgtta.adaptation.step import Engine, Pass
+from mgtta.models.classifier import Classifier
+
+
+class Wrapper(Saved):
+    """A method around a method, with the same interface.
+
+    A subclass writes `step`, and `own`, `load_own` and `begin` if it keeps state.
+
+    Attributes:
+        method: what is wrapped: a Method, or another wrapper.
+        state_name: the key of the wrapper's own part of a state.
+    """
+
+    state_name = "own"
+    method: "Method | Wrapper"
+
+    def __init__(self, method: "Method | Wrapper"):
+        super().__init__()
+        self.method = method
+        method.remember_start()
+
+    # --- what a wrapper writes
+
+    def step(self, x: Tensor, learn: bool = True) -> Pass:
+        return self.method.step(x, learn)
+
+    def own(self) -> dict[str, Any]:
+        """Return the wrapper's own state."""
+        return {}
+
+    def check_own(self, state: Any) -> Any:
+        """Return what `load_own` takes, from what `own` gave; raise a ValueError if it does not fit."""
+        return state
+
+    def load_own(self, checked: Any) -> None:
+        """Load the wrapper's own state."""
+
+    def begin(self) -> None:
+        """Forget the wrapper's own state."""
+
+    # --- what is passed on
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits (N, C) of x from before its update, detached; then update."""
+        return self.step(x).logits
+
+    def predict(self, x: Tensor) -> Tensor:
+        """Return the logits of x as the method stands: no update, no counting, no graph."""
+        return self.method.predict(x)
+
+    def reset(self) -> None:
+        """Go back to exactly the source model, with a new optimizer state, memory and counters."""
+        self.method.reset()
+        self.begin()
+
+    def warm_up(self, x: Tensor) -> None:
+        self.method.warm_up(x)
+
+    def export(self) -> nn.Module:
+        return self.method.export()
+
+    def pause(self) -> None:
+        self.method.pause()
+
+    def unpause(self) -> None:
+        self.method.unpause()
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Only predict within the block."""
+        with self.method.frozen():
+            yield
+
+    @property
+    def name(self) -> str:
+        return self.method.name
+
+    @property
+    def kind(self) -> str:
+        return f"{type(self).__name__.lower()} {self.method.kind}"
+
+    @property
+    def model(self) -> Classifier:
+        return self.method.model
+
+    @property
+    def adapted(self) -> dict[str, nn.Parameter]:
+        return self.method.adapted
+
+    @property
+    def origin(self) -> nn.ParameterList:
+        return self.method.origin
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        return self.method.optimizer
+
+    @property
+    def random(self) -> torch.Generator | None:
+        return self.method.random
+
+    @property
+    def ranks(self) -> Alone:
+        return self.method.ranks
+
+    @property
+    def engine(self) -> Engine:
+        return self.method.engine
+
+    @property
+    def precision(self) -> str:
+        return self.method.precision
+
+    @property
+    def events(self) -> Events:
+        return self.method.events
+
+    @property
+    def updates(self) -> int:
+        return self.method.updates
+
+    @property
+    def skipped(self) -> int:
+        return self.method.skipped
+
+    @property
+    def spent(self) -> bool:
+        return self.method.spent
+
+    @property
+    def paused(self) -> bool:
+        return self.method.paused
+
+    @property
+    def max_updates(self) -> int | None:
+        return self.method.max_updates
+
+    @max_updates.setter
+    def max_updates(self, value: int | None) -> None:
+        self.method.max_updates = value
+
+    @property
+    def max_seconds(self) -> float | None:
+        return self.method.max_seconds
+
+    @max_seconds.setter
+    def max_seconds(self, value: float | None) -> None:
+        self.method.max_seconds = value
+
+    @property
+    def seconds(self) -> float:
+        return self.method.seconds
+
+    @seconds.setter
+    def seconds(self, value: float) -> None:
+        self.method.seconds = value
+
+    # --- what is saved
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"kind": self.kind, "method": self.method.snapshot(), self.state_name: self.own()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if not isinstance(state, dict) or state.keys() != {"kind", "method", self.state_name}:
+            raise ValueError(f"this is not a state that a {type(self).__name__.lower()} method's state_dict gave")
+        checked = self.check_own(state[self.state_name])
+        self.method.restore(state["method"])
+        self.load_own(checked)
+
+    def remember_start(self) -> None:
+        self.method.remember_start()
+
+
+Adapting = Method | Wrapper  # what `create` gives

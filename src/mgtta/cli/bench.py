@@ -1,0 +1,211 @@
+"""`mgtta bench`: an experiment of the paper, by `mgtta.bench.run.run_experiment`."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mgtta.cli.inputs import device_of, process_group
+from mgtta.cli.options import (
+    Checkpoint,
+    Corruptions,
+    Device,
+    Methods,
+    Model,
+    NumClasses,
+    Precision,
+    Source,
+    Timeout,
+    names,
+    number,
+)
+
+EXPERIMENTS = (  # the names in mgtta.bench.experiments, which imports torch
+    "corruptions",
+    "budgets",
+    "variants",
+    "ablation",
+    "runtime",
+    "samples",
+    "mixed",
+    "small-batch",
+    "memory",
+    "hidden-size",
+    "learning-rate",
+    "convergence",
+    "continual",
+    "all",
+)
+BATCH_SIZE = 64
+QUICK_IMAGES = 64  # per domain
+STOPPED_CODE = 130  # 128 + SIGINT
+
+Experiment = Annotated[str, typer.Argument(help=", ".join(EXPERIMENTS))]
+Out = Annotated[Path, typer.Option(help="Folder for the records; if it has some, the run resumes from them.")]
+Seeds = Annotated[int, typer.Option(min=1, help="Number of seeds.")]
+Data = Annotated[
+    str | None, typer.Option(help="Test images: a tree, tars, or ImageNet-C; by default rendered characters.")
+]
+Validation = Annotated[str | None, typer.Option(help="Other images, for source statistics, sweeps and training.")]
+Variant = Annotated[list[str], typer.Option(help="NAME=IMAGES, such as imagenet-r=FOLDER; repeatable.")]
+Generator = Annotated[
+    str, typer.Option(help="The generator of mgtta: a shipped one's name, a file, or `train` to train one.")
+]
+Images = Annotated[int | None, typer.Option(min=1, help="Images per domain; by default all.")]
+Seconds = Annotated[str, typer.Option(help="Time budgets of `budgets` in seconds, separated by commas.")]
+Sweep = Annotated[bool, typer.Option("--sweep", help="Choose learning rates on validation images.")]
+Workers = Annotated[int, typer.Option(min=0, help="Number of processes; 0: run in this one.")]
+Ray = Annotated[
+    str | None,
+    typer.Option(metavar="[ADDRESS]", help="Run on a Ray cluster; without an address, on the one that is running."),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Few images and small batches, to see whether it runs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print events and records as lines of JSON, without bars.")]
+Tf32 = Annotated[bool, typer.Option("--tf32", help="Faster matrix products on the GPU, rounded to TF32.")]
+Profile = Annotated[bool, typer.Option("--profile", help="Show where the time goes; waits for the GPU.")]
+
+
+def bench(
+    context: typer.Context,
+    experiment: Experiment,
+    out: Out = Path("runs"),
+    methods: Methods = "noadapt,tent,mgtta",
+    seeds: Seeds = 1,
+    model: Model = "glyphs_vit",
+    checkpoint: Checkpoint = None,
+    num_classes: NumClasses = None,
+    data: Data = None,
+    validation: Validation = None,
+    variant: Variant = [],
+    source: Source = None,
+    generator: Generator = "imagenet",
+    images: Images = None,
+    corruptions: Corruptions = "",
+    seconds: Seconds = "",
+    sweep: Sweep = False,
+    workers: Workers = 0,
+    ray: Ray = None,
+    quick: Quick = False,
+    json: Json = False,
+    device: Device = None,
+    tf32: Tf32 = False,
+    precision: Precision = "fp32",
+    profile: Profile = False,
+    timeout: Timeout = 300.0,
+) -> None:
+    """Run an experiment of the paper; write records to a folder, and print a table."""
+    from mgtta._lib.ranks import ranks_of
+    from mgtta.bench.experiments import Options, Setup
+    from mgtta.bench.store import Store
+
+    if images is None and quick:
+        images = QUICK_IMAGES
+    setup = Setup(
+        model,
+        None if checkpoint is None else str(checkpoint),
+        data,
+        validation,
+        source,
+        generator,
+        images,
+        _device(device, tf32),
+        tf32,
+        precision=precision,
+        profile=profile,
+        num_classes=num_classes,
+    )
+    variants = _variants(variant, experiment, data)
+    amount = _amount(quick, corruptions, seconds, images, data)
+    options = Options(names(methods), seeds, variants, generator, **amount)
+    store = Store(out)
+    group = process_group(context, device, timeout)
+    more = {"sweep": sweep, "workers": workers, "process_group": group, "ray": ray}
+    first = ranks_of(group).first
+    records = _run(experiment, options, setup, store, json, first, more)
+    if first and not json:
+        _print(records, profile)
+        typer.echo(f"{len(records)} records of {experiment} are in {store.path}")
+
+
+def _device(device: str | None, tf32: bool) -> str:
+    """Return the device to use; raise if it has no TF32."""
+    found = device_of(device)
+    if tf32 and not found.startswith("cuda"):
+        raise ValueError("--tf32 is for a GPU: leave it out, or name one by --device")
+    return found
+
+
+def _variants(variant: list[str], experiment: str, data: str | None) -> Sequence[tuple[str, str]]:
+    """Return (name, images) of each variant; for the characters, those that the package renders."""
+    from mgtta.bench import experiments
+    from mgtta.data.glyphs import STAND_INS
+
+    found = [experiments.variant(text) for text in variant]
+    if not found and data is None:
+        found = [(name, name) for name in STAND_INS]
+    if not found and experiment == "all":
+        typer.echo("variants are left out: no --variant names their images", err=True)
+    return found
+
+
+def _amount(quick: bool, corruptions: str, seconds: str, images: int | None, data: str | None) -> dict[str, Any]:
+    """Return how much is run: batch size, corruptions, time budgets, and the batches of a domain if known."""
+    from mgtta.bench.experiments import QUICK
+    from mgtta.bench.resources import IMAGES
+
+    amount: dict[str, Any] = {"batch_size": BATCH_SIZE}
+    if quick:
+        amount |= QUICK
+    if corruptions:
+        amount["corruptions"] = tuple(names(corruptions))
+    if seconds:
+        amount["seconds"] = tuple(number(text, "--seconds") for text in names(seconds))
+    if images is None and data is None:
+        images = IMAGES
+    if images is not None:
+        amount["batches"] = -(-images // amount["batch_size"])  # rounded up
+    return amount
+
+
+def _run(experiment: str, options: Any, setup: Any, store: Any, json: bool, first: bool, more: dict[str, Any]) -> Any:
+    """Return the records of an experiment. The first rank shows how far it is; Ctrl-C ends it with a message."""
+    from mgtta.bench.resources import Watch
+    from mgtta.bench.run import run_experiment
+    from mgtta.cli.progress import Bars, Lines
+
+    out = store.path.parent
+    shown: Any
+    if not first:
+        shown = nullcontext(Watch())
+    elif json:
+        shown = Lines(out)
+    else:
+        shown = Bars()
+    try:
+        with shown as watch:
+            return run_experiment(experiment, options, setup, store, watch=watch, **more)
+    except KeyboardInterrupt:
+        done = len(store.cells())
+        typer.echo(f"stopped: {done} finished cells are in {out}; the same command resumes", err=True)
+        raise typer.Exit(STOPPED_CODE) from None
+
+
+def _print(records: list[dict[str, Any]], profile: bool) -> None:
+    from mgtta.bench.run import by_experiment, time_table
+    from mgtta.report import markdown
+
+    for name, found in by_experiment(records).items():
+        typer.echo(f"{name}\n\n{markdown(found)}\n")
+    if profile:
+        typer.echo(f"{time_table(records)}\n")
+
+
+def bare_ray(words: list[str]) -> list[str]:
+    """Return the words with `--ray=auto` for a `--ray` that has no address.
+
+    typer has no option whose value may be left out.
+    """
+    pairs = zip(words, [*words[1:], "-"], strict=True)
+    return [f"{word}=auto" if word == "--ray" and following.startswith("-") else word for word, following in pairs]

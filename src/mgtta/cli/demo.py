@@ -1,0 +1,30 @@
+"""`mgtta demo`: a small benchmark that needs no download, by `mgtta.bench.demo`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mgtta.cli.inputs import device_of
+from mgtta.cli.options import Device, Methods, names
+
+Images = Annotated[int, typer.Option(help="Images per corruption.")]
+Out = Annotated[Path, typer.Option(help="Folder for records and report; OUT-2, ... if it has records already.")]
+
+
+def demo(
+    images: Images = 512,
+    methods: Methods = "noadapt,mgtta",
+    out: Out = Path("runs/demo"),
+    device: Device = None,
+) -> None:
+    """Run a small ViT on rendered characters under 15 corruptions, as it is and adapting. Needs no download."""
+    from mgtta.bench.demo import run, table
+    from mgtta.cli.listing import show
+    from mgtta.cli.progress import Bars
+    from mgtta.report import write_report
+
+    with Bars() as watch:
+        folder = run(images, names(methods), out, device_of(device), watch)
+    show(table(folder))
+    typer.echo(f"report: {write_report(folder)}")

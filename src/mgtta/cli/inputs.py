@@ -1,0 +1,84 @@
+"""What the options name: devices, ranks, models, data sets, source statistics."""
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+CLEAN_IMAGES = 1000  # of --clean, for source statistics
+
+
+def device_of(device: str | None) -> str:
+    """Return the device to use: the one named, or the GPU if there is one, or the CPU."""
+    import torch
+
+    try:
+        kind = torch.device(device or "cpu").type
+    except RuntimeError:
+        raise ValueError(f"torch has no device {device!r}: --device cpu, cuda, or cuda:1") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"torch finds no GPU for --device {device}: use --device cpu, or a CUDA build of torch")
+    if device:
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def process_group(context: typer.Context, device: str | None, timeout: float) -> Any:
+    """Return the process group of torchrun's ranks, which lasts until the command ends; None for one process."""
+    from mgtta._lib.ranks import joined
+
+    return context.with_resource(joined(device_of(device), timeout))
+
+
+def model_and_data(
+    model: str,
+    checkpoint: Path | None,
+    num_classes: int | None,
+    data: str,
+    size: int | None,
+    skip: bool,
+    device: str | None,
+    part: tuple[int, int] | None = None,
+) -> tuple[Any, Any]:
+    """Return the Classifier on its device, and the data set. The model scores the classes that the data set has."""
+    import mgtta
+
+    arguments: dict[str, Any] = {}
+    if num_classes is not None:
+        arguments["num_classes"] = num_classes
+    classifier = mgtta.load_model(model, checkpoint=checkpoint, **arguments)
+    images = open_images(data, classifier, size, skip, part)
+    if images.class_indices is not None:
+        few = len(images.class_indices)
+        total = classifier.num_classes
+        typer.echo(f"{few} class folders: scored over those {few} of the model's {total} classes", err=True)
+        classifier = mgtta.load_model(model, checkpoint=checkpoint, classes=images.class_indices, **arguments)
+    return classifier.to(device_of(device)), images
+
+
+def open_images(
+    data: str, classifier: Any, size: int | None, skip: bool = False, part: tuple[int, int] | None = None
+) -> Any:
+    """Return the data set at a path, in the size that the model takes unless another is named."""
+    from mgtta.data.datasets import open_dataset
+
+    side, crop_pct = classifier.input_size
+    on_error: Any = "skip" if skip else "raise"
+    return open_dataset(data, size=size or side, crop_pct=crop_pct, on_error=on_error, part=part)
+
+
+def source_of(classifier: Any, source: str | None, clean: str | None, size: int | None) -> Any:
+    """Return the source statistics in the file of --source, or those of the images of --clean."""
+    import mgtta
+    from mgtta.data.streams import stream
+
+    if source is not None and clean is not None:
+        raise ValueError("--source names source statistics and --clean computes new ones: leave out one")
+    if source is not None:
+        return mgtta.load_source(source)
+    if clean is not None:
+        images = open_images(clean, classifier, size)
+        return mgtta.source_statistics(classifier, stream(images, first=CLEAN_IMAGES))
+    raise ValueError(
+        "source statistics are needed: --source FILE, which `mgtta source` writes, or --clean FOLDER of clean images"
+    )

@@ -1,0 +1,57 @@
+"""Which optimizer moves a gradient method's parameters: a default in the method's file, and settings of the caller."""
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch.optim import SGD, Adam
+
+from mgtta._lib.errors import unknown
+from mgtta.adaptation.method import OptimizerFactory
+from mgtta.learned.files import load_generator
+from mgtta.learned.generator import MetaGradientGenerator
+from mgtta.learned.optimizer import MGG
+
+OPTIMIZERS = ("sgd", "adam", "mgg")
+Generator = MetaGradientGenerator | str | os.PathLike
+
+
+@dataclass(frozen=True)
+class Descent:
+    """A recipe's optimizer.
+
+    Attributes:
+        momentum: only for "sgd".
+        generator: only for "mgg": a generator, the name of a shipped one, or a file.
+        fixed: the recipe is named after its optimizer, so that callers cannot choose another.
+    """
+
+    lr: float
+    optimizer: str = "sgd"
+    momentum: float = 0.9
+    generator: Generator = "imagenet"
+    fixed: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that a caller may give, with their defaults."""
+        if not self.fixed:
+            names = ["lr", "optimizer", "momentum", "generator"]
+        elif self.optimizer == "mgg":
+            names = ["lr", "generator"]
+        else:
+            names = ["lr"]
+        return {name: getattr(self, name) for name in names}
+
+    def factory(self) -> OptimizerFactory:
+        """Return what makes the optimizer from a list of parameters."""
+        if self.optimizer == "sgd":
+            return partial(SGD, lr=self.lr, momentum=self.momentum)
+        if self.optimizer == "adam":
+            return partial(Adam, lr=self.lr)
+        if self.optimizer == "mgg":
+            generator = self.generator
+            if not isinstance(generator, MetaGradientGenerator):
+                generator = load_generator(generator)
+            return partial(MGG, generator=generator, lr=self.lr)
+        raise unknown("optimizer", self.optimizer, OPTIMIZERS)

@@ -1,0 +1,37 @@
+"""Hooks that this library puts into a user's network, and how to remove them again."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import nn
+
+Hook = TypeVar("Hook", bound=Callable)
+
+
+def own_hook(function: Hook) -> Hook:
+    """Mark a hook as the library's own, so that `remove_own_hooks` finds it in any copy of the network."""
+    function.is_mgtta_hook = True  # type: ignore[attr-defined]
+    return function
+
+
+def has_hook(module: nn.Module, function: Callable) -> bool:
+    """Return whether the module has this forward pre-hook."""
+    return any(hook is function for hook in module._forward_pre_hooks.values())
+
+
+def remove_own_hooks(net: nn.Module) -> None:
+    """Remove the library's own hooks from all modules; the user's hooks stay."""
+    _remove(net, lambda hook: getattr(hook, "is_mgtta_hook", False))
+
+
+def remove_hook(net: nn.Module, function: Callable) -> None:
+    """Remove this one hook from all modules."""
+    _remove(net, lambda hook: hook is function)
+
+
+def _remove(net: nn.Module, wanted: Callable[[Callable], bool]) -> None:
+    for module in net.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if wanted(hook):
+                    del hooks[key]

@@ -1,0 +1,123 @@
+"""Which statistics BatchNorm layers normalise by: the running ones, the batch's, or those of a stream.
+
+Shapes: N images, C channels.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mgtta.models.hooks import has_hook, own_hook, remove_hook
+from mgtta.models.norms import batch_norms
+
+MOMENTUM = 0.1  # share of a batch of MOMENTUM_IMAGES in the stream's statistics
+MOMENTUM_IMAGES = 64
+
+
+def use_batch_statistics(net: nn.Module) -> None:
+    """Let BatchNorm layers normalise by the current batch; their running statistics do not change."""
+    for layer in batch_norms(net):
+        layer.track_running_stats = False
+        if not has_hook(layer, _batch_statistics_where_defined):
+            layer.register_forward_pre_hook(_batch_statistics_where_defined)
+
+
+def use_running_statistics(net: nn.Module) -> None:
+    """Let BatchNorm layers normalise by their running statistics: undo `use_batch_statistics`."""
+    remove_hook(net, _batch_statistics_where_defined)
+    for layer in batch_norms(net):
+        layer.track_running_stats = layer.running_mean is not None
+
+
+@own_hook
+def _batch_statistics_where_defined(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    """Take the running statistics where a batch has only one value per channel, which has no variance."""
+    layer.training = _has_variance(inputs[0]) or getattr(layer, "running_mean", None) is None
+
+
+def _has_variance(x: Tensor) -> bool:
+    """Return whether x (N, C, ...) has more than one value per channel."""
+    return x.numel() > x.shape[1]
+
+
+class StreamStatistics(nn.Module):
+    """Running mean and variance of a stream, for every BatchNorm layer with running statistics.
+
+    An adapting network normalises by batch statistics. A network that is exported from it needs statistics that do not
+    depend on the batch: these. They are averages over all images at first, and then over about the last
+    MOMENTUM_IMAGES / MOMENTUM images. Nothing is read back from a GPU, and the buffers are updated in place.
+
+    Attributes:
+        layers: names of the layers in the network.
+        images: number of images that each layer's statistics have seen; 0 means that they are still the source's.
+    """
+
+    images: Tensor
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.layers: list[str] = []
+        for name, layer in net.named_modules():
+            if isinstance(layer, _BatchNorm) and layer.running_mean is not None and layer.running_var is not None:
+                self.register_buffer(f"mean_{len(self.layers)}", layer.running_mean.detach().clone())
+                self.register_buffer(f"var_{len(self.layers)}", layer.running_var.detach().clone())
+                self.layers.append(name)
+        device = next(net.parameters()).device
+        self.register_buffer("images", torch.zeros(len(self.layers), device=device))
+
+    @contextmanager
+    def collect(self, net: nn.Module) -> Iterator[None]:
+        """Take in the batch of the first forward pass of `net` inside the block; later ones see the same images again.
+
+        Args:
+            net: the network that the statistics were made for, or a copy of it.
+        """
+        waiting = set(range(len(self.layers)))
+
+        def read(i: int, _layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if i in waiting:
+                waiting.remove(i)
+                self.update(i, inputs[0])
+
+        handles = [
+            net.get_submodule(name).register_forward_pre_hook(partial(read, i)) for i, name in enumerate(self.layers)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @torch.no_grad()
+    def update(self, i: int, x: Tensor) -> None:
+        """Take one batch x (N, C, ...) into the statistics of layer i; one that is not finite changes nothing."""
+        if not _has_variance(x):
+            return
+        mean = self.get_buffer(f"mean_{i}")  # (C,)
+        var = self.get_buffer(f"var_{i}")  # (C,)
+        axes = [axis for axis in range(x.ndim) if axis != 1]
+        batch_var, batch_mean = torch.var_mean(x.detach().to(mean.dtype), axes, correction=0)
+
+        n = len(x)
+        lowest_rate = 1 - (1 - MOMENTUM) ** (n / MOMENTUM_IMAGES)
+        rate = (n / (self.images[i] + n)).clamp(min=lowest_rate).to(mean.dtype)
+        new_mean = torch.lerp(mean, batch_mean, rate)
+        between = rate * (1 - rate) * (batch_mean - mean).square()  # variance of the batches' means
+        new_var = torch.lerp(var, batch_var, rate) + between
+
+        finite = new_mean.isfinite().all() & new_var.isfinite().all()
+        mean.copy_(torch.where(finite, new_mean, mean))
+        var.copy_(torch.where(finite, new_var, var))
+        self.images[i] += n * finite
+
+    @torch.no_grad()
+    def write_to(self, net: nn.Module) -> None:
+        """Put the statistics into the running statistics of the network's layers."""
+        for i, name in enumerate(self.layers):
+            layer = net.get_submodule(name)
+            layer.get_buffer("running_mean").copy_(self.get_buffer(f"mean_{i}"))
+            layer.get_buffer("running_var").copy_(self.get_buffer(f"var_{i}"))
