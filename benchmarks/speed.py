@@ -45,11 +45,13 @@ from mgtta._lib.files import atomic
 from mgtta._lib.profile import now
 from mgtta._lib.shipped import shipped
 from mgtta._lib.timm import timm
+from mgtta.adaptation.scheduled import Scheduled
+from mgtta.adaptation.step import Pass
 from mgtta.data.corruptions import CORRUPTIONS
 from mgtta.data.datasets import open_dataset
 from mgtta.data.images import simplejpeg
 from mgtta.data.streams import corrupted, stream
-from mgtta.fast.engine import _Captured, _compiled
+from mgtta.fast.engine import Captured, FastEngine, GraphPlace, _compiled
 from mgtta.fast.flat import FlatStep
 from mgtta.fast.vit import ViT
 from mgtta.learned.optimizer import BETAS, EPS, generator_inputs
@@ -211,16 +213,16 @@ def method_of(label: str, name: str, model: mgtta.Classifier, x: Tensor, precisi
             settings["source"] = mgtta.source_statistics(model, x[:64] if len(x) > 1 else torch.cat([x, 255 - x]))
         method = mgtta.create(name, model, precision=precision.replace("tf32", "fp32"), **settings)
         method.warm_up(x)
-        if method.schedule is not None:
+        if isinstance(method, Scheduled):
             method.schedule.left = sys.maxsize  # as if it had just learned
         kept.append(method)
         return lambda: method(x)
 
     def graph_bytes(reserved: bool) -> int:
-        fast = kept[0].fast
-        if fast is None:
+        engine = kept[0].engine
+        if not isinstance(engine, FastEngine):
             return 0
-        return fast.graphs_hold if reserved else fast.graph_bytes
+        return engine.graphs_hold if reserved else engine.graph_bytes
 
     return Contender(label, make, precision, precision == "tf32", graph_bytes)
 
@@ -247,11 +249,11 @@ def optimizer_step(model: mgtta.Classifier, way: str, hidden_size: int = 8) -> C
         if not own[0].is_cuda:
             return lambda: flat.step(grads, sound)
 
-        def run() -> tuple[Tensor, Tensor]:
+        def run() -> Pass:
             _compiled(_flat_step)(flat, grads, sound)
-            return sound, sound
+            return Pass(sound, [])
 
-        captured = _Captured(run, sound, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
+        captured = Captured(run, sound, GraphPlace(torch.cuda.graph_pool_handle(), torch.cuda.Stream()))
         return lambda: (captured.graph.replay(), flat, grads)  # which the graph reads: they must live as long
 
     return Contender(f"{ALONE}, {way}", make, "fp32")

@@ -378,7 +378,7 @@ def test_bench_prints_a_table_and_keeps_records(run, tmp_path, monkeypatch):
     assert code != 0
     event = json.loads(out.splitlines()[-1])
     assert event["event"] == "error"
-    assert "no generator 'gone'" in event["text"]
+    assert "unknown generator 'gone'" in event["text"]
 
 
 @pytest.mark.parametrize(
