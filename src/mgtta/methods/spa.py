@@ -102,11 +102,8 @@ class SPA(Method):
 
     def through_predictor(self, x: Tensor, predictor: Tensor) -> Tensor:
         """The logits of x with the predictor before the head."""
-        handle = self.model.head.register_forward_pre_hook(lambda _head, inputs: (inputs[0] @ predictor.T,))
-        try:
+        with self.model.head.register_forward_pre_hook(lambda _head, inputs: (inputs[0] @ predictor.T,)):
             return self.model(x)
-        finally:
-            handle.remove()
 
     def adapt(self, x: Tensor) -> Pass:
         predictor = self.predictor.clone().requires_grad_()
