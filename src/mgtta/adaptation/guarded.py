@@ -107,7 +107,8 @@ class Guarded(Wrapper):
 
     Attributes:
         watch: what the guard knows; saved and resumed with the method.
-        events: what the guard did since the last reset, and why: dicts of plain values, the first 1,000.
+        events: what the guard did since the last reset, and why: dicts of plain values, the first 1,000; and what
+            recall did.
     """
 
     state_name = "guard"
@@ -123,7 +124,10 @@ class Guarded(Wrapper):
 
     @property
     def events(self) -> Events:
-        return self.watch.events
+        inside = self.method.events
+        if not inside:
+            return self.watch.events
+        return sorted([*inside, *self.watch.events], key=lambda event: event["image"])
 
     def begin(self) -> None:
         self.watch = Watch()

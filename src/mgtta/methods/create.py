@@ -10,8 +10,10 @@ from torch.distributed import ProcessGroup
 from mgtta._lib.cpu import check_bfloat16
 from mgtta._lib.errors import unknown
 from mgtta._lib.ranks import ranks_of
+from mgtta.adaptation.gathered import Gathered
 from mgtta.adaptation.guarded import Guard, guarded
 from mgtta.adaptation.method import Method
+from mgtta.adaptation.recalled import Recalled
 from mgtta.adaptation.scheduled import SCHEDULES, Scheduled
 from mgtta.adaptation.wrapper import Adapting
 from mgtta.methods.registry import REQUIRED, SOURCE, Recipe, recipe
@@ -28,6 +30,8 @@ OF_ALL = (  # settings of every method
     "low_memory",
     "schedule",
     "pull",
+    "gather",
+    "recall",
 )
 
 
@@ -43,6 +47,8 @@ def create(
     low_memory: bool = False,
     schedule: str = "always",
     pull: float | None = None,
+    gather: int | None = None,
+    recall: int | None = None,
     **settings: Any,
 ) -> Adapting:
     """Return the method of a recipe around a copy of the model; `settings` overrides the recipe's own.
@@ -59,6 +65,8 @@ def create(
         low_memory: on the fast path, recompute activations instead of keeping them: slower.
         schedule: "auto" learns at once after a shift and then more and more rarely.
         pull: after each update the adapted parameters go this share of the way back to the source.
+        gather: predict at once, and learn from at least so many images together: for small batches.
+        recall: how many domains' states are kept, to be loaded when the stream returns to one of them.
     """
     if precision not in PRECISIONS:
         raise unknown("precision", precision, PRECISIONS)
@@ -66,12 +74,16 @@ def create(
         raise unknown("schedule", schedule, SCHEDULES)
     if guard is not None and not isinstance(guard, Guard | bool):
         raise TypeError(f"guard must be True, or mgtta.Guard(...), not {type(guard).__name__}")
-    if process_group is not None and (guard or schedule != "always"):
-        raise ValueError("guard and schedule judge by the images of their own rank: they cannot run over several ranks")
+    if process_group is not None and (guard or schedule != "always" or recall):
+        raise ValueError(
+            "guard, schedule and recall judge by the images of their own rank: they cannot run over several ranks"
+        )
     chosen = recipe(name)
     check_settings(chosen, settings)
     check_number("max_updates", max_updates, whole=True)
     check_number("max_seconds", max_seconds)
+    check_number("gather", gather, whole=True)
+    check_number("recall", recall, whole=True)
     with torch.inference_mode(False):
         method = chosen.build(as_classifier(model), settings)
         method.name = chosen.name
@@ -80,15 +92,30 @@ def create(
         _set_pull(method, pull)
         if process_group is not None:
             method.join(ranks_of(process_group))
-            said = repr((max_updates, max_seconds, pull, sorted(settings.items())))  # of tensors, a few digits
+            said = repr((max_updates, max_seconds, pull, gather, sorted(settings.items())))  # of tensors, a few digits
             method.ranks.agree("model, method and settings", [method.fingerprint, method.kind, said])
         _set_engine(method, precision, low_memory)
         method.remember_start()
-        wrapped: Adapting = method
-        if schedule == "auto":
-            wrapped = Scheduled(method)
-        if guard:
-            wrapped = guarded(wrapped, guard)
+        return _wrapped(method, gather, schedule, recall, guard)
+
+
+def _wrapped(
+    method: Method, gather: int | None, schedule: str, recall: int | None, guard: Guard | bool | None
+) -> Adapting:
+    """Return the method in its wrappers, from the inside to the outside.
+
+    Gather is innermost: a batch that rests is not kept, and a schedule counts the updates that gather makes. Recall is
+    around both, since they begin again with each domain that returns. The guard undoes what any of them did.
+    """
+    wrapped: Adapting = method
+    if gather:
+        wrapped = Gathered(method, gather)
+    if schedule == "auto":
+        wrapped = Scheduled(wrapped)
+    if recall:
+        wrapped = Recalled(wrapped, recall)
+    if guard:
+        wrapped = guarded(wrapped, guard)
     return wrapped
 
 

@@ -1,0 +1,356 @@
+"""Recall: keep what was learned on a domain, and find it again when the domain returns.
+
+What tells domains apart must not move with adaptation: the output of the network's first layer, which is frozen. Of each
+image, its summary is the mean and the logarithm of the standard deviation, over all places, of each channel. The
+logarithm makes noise visible in the channels of fine patterns, where an image has little else. Each entry is divided by
+its standard deviation over the first images of the stream, so that all of them count alike.
+
+A batch that lies far from the present domain raises an alarm (see shift.py). If it lies near a domain that was kept, the
+state of the present domain is kept and that of the other one is loaded. If it is near none, the next batch must lie on
+the same side; only then the present domain has ended. Otherwise both batches belong to the present domain, which is wider
+than it seemed. So a mixed stream is one wide domain.
+
+Notation    n images; D channels of the first layer
+"""
+
+import copy
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mgtta._lib.errors import unknown as unknown_name
+from mgtta.adaptation.method import Events, Method
+from mgtta.adaptation.shift import Arriving, ShiftDetector, is_count
+from mgtta.adaptation.state import load
+from mgtta.adaptation.step import Pass
+from mgtta.adaptation.wrapper import Wrapper, innermost
+
+UNKNOWN = ("continue", "source")
+FAR = 5.0  # n |s - c|^2 / v above which a batch raises an alarm, if v is well known
+ALIKE = 0.5  # of their distance from the present domain, squared, within which two batches lie on the same side of it
+LOOK_IMAGES = 16  # that are looked at together, at least: smaller batches are added up
+SIDE_PIXELS = 112  # of the middle of an image, which is what is looked at
+LEAST_VARIANCE = 1e-6  # of a channel over places, so that it has a logarithm
+LEAST_SCALE = 0.1  # of the median scale of the entries of one kind
+EVENTS = 1000  # that are kept, the first ones
+
+State = dict[str, Any]  # what `domain_state` gives
+
+
+@dataclass
+class Known:
+    """A domain that ended: where it lies, and what was learned on it."""
+
+    detector: ShiftDetector
+    state: State
+
+
+@dataclass
+class Alarm:
+    """A batch that seemed to be of another domain, and the state of the method after it."""
+
+    summary: Tensor  # (2D,)
+    images: int
+    state: State
+
+
+@dataclass
+class Domains:
+    """What recall knows; all of it is saved and reset with the method."""
+
+    images: int = 0  # of the stream so far
+    count: int = 0  # of images in `total`
+    total: Tensor | None = None  # (4D,), sums of the summaries and of their squares, before there are LOOK_IMAGES
+    scale: Tensor | None = None  # (2D,), by which summaries are divided
+    present: ShiftDetector = field(default_factory=ShiftDetector)
+    alarm: Alarm | None = None
+    known: list[Known] = field(default_factory=list)  # the least recently used first
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Recalled(Wrapper):
+    """A method that keeps the states of the last domains and finds them again.
+
+    Attributes:
+        most: how many domains are kept; the least recently used one goes first.
+        unknown: what a new domain starts from: "continue", the present state; "source", the source model.
+    """
+
+    state_name = "recall"
+
+    def __init__(self, method: Method | Wrapper, most: int, unknown: str = "continue"):
+        if method.optimizer is None:
+            raise ValueError(f"{method.name} learns no state by gradients that recall could keep: leave recall out")
+        if method.ranks.size > 1:
+            raise ValueError(f"recall judges by the images of its own rank: {method.name} cannot recall over ranks")
+        if unknown not in UNKNOWN:
+            raise unknown_name("start of an unknown domain", unknown, UNKNOWN)
+        super().__init__(method)
+        self.most = most
+        self.unknown = unknown
+        self._layer = first_frozen_layer(innermost(method))
+        self.begin()
+
+    @property
+    def domains(self) -> Domains:
+        """What is known of the present domain and of those before it."""
+        self._settle()
+        return self._domains
+
+    @property
+    def events(self) -> Events:
+        return [*self.method.events, *self.domains.events]
+
+    @torch.inference_mode(False)
+    def step(self, x: Tensor, learn: bool = True) -> Pass:
+        """Do what the method does, and look for a shift."""
+        if self.paused or self.spent:
+            return self.method.step(x, learn)
+        self.model.check(x)
+        self._settle()
+        x = x.to(next(self.model.parameters()).device, non_blocking=True)  # once, for both who look at it
+        seen = self.method.step(x, learn)
+        self._look(x)
+        return seen
+
+    def predict(self, x: Tensor) -> Tensor:
+        self._settle()
+        return self.method.predict(x)
+
+    def begin(self) -> None:
+        self._domains = Domains()
+        self._arriving = Arriving()
+
+    # --- looking at batches
+
+    @torch.no_grad()
+    def _look(self, x: Tensor) -> None:
+        """Add the images to the look; when there are enough of them, judge it, or begin to fetch it from a GPU."""
+        domains = self._domains
+        summaries = self._summaries(x)
+        sums = torch.cat([summaries.sum(0), summaries.square().sum(0)])
+        domains.images += len(x)
+        domains.count += len(x)
+        if domains.total is not None and domains.total.shape == sums.shape:
+            sums = sums + domains.total.to(sums)
+        domains.total = sums
+        if domains.count < LOOK_IMAGES:
+            return
+        told = (domains.count, domains.images)
+        domains.count = 0
+        domains.total = None
+        if sums.is_cuda:
+            self._arriving.send(sums, told)
+        else:
+            self._take(sums, *told)
+
+    def _summaries(self, x: Tensor) -> Tensor:
+        """Return the summary of each image, (n, 2D)."""
+        if x.ndim == 4:
+            x = _middle(x)
+        t = self.model.prepare(x)
+        if self._layer is not None:
+            layer = self.model.net.get_submodule(self._layer)
+            assert isinstance(layer, nn.Conv2d)
+            if x.ndim == 4 and x.shape[1] == layer.in_channels:
+                t = layer.forward(t.to(layer.weight.dtype))  # without hooks, which may count its calls
+        t = t.reshape(*t.shape[:2], -1).float()  # (n, D, places)
+        var, mean = torch.var_mean(t, -1, correction=0)
+        return torch.cat([mean, 0.5 * (var + LEAST_VARIANCE).log()], 1)
+
+    def _settle(self) -> None:
+        """Judge what has arrived from a GPU."""
+        held = self._arriving.take()
+        if held is not None:
+            sums, told = held
+            self._take(sums, *told)
+
+    def _take(self, sums: Tensor, n: int, image: int) -> None:
+        """Judge a look of n images, the last of which is number `image` of the stream."""
+        domains = self._domains
+        means, squares = (sums.double() / n).chunk(2)
+        if not bool(sums.isfinite().all()):
+            return
+        if domains.scale is None or domains.scale.shape != means.shape:  # the first look, or another kind of image
+            self._domains = Domains(images=domains.images, scale=_scale(means, squares), events=domains.events)
+            domains = self._domains
+        assert domains.scale is not None
+        s = (means / domains.scale).numpy()
+        distance = domains.present.distance(s, n)
+        if not domains.present.shifted(distance, FAR):
+            self._stay(s, n)
+            return
+        found = self._nearest(s, n)
+        if found is not None:
+            self._recall(found, s, n, image)
+        elif domains.alarm is not None and _alike(domains, s):
+            self._end(domains.alarm, s, n, image)
+        else:
+            self._stay(None, n)
+            domains.alarm = Alarm(torch.from_numpy(s), n, self._state())
+
+    def _stay(self, s: np.ndarray | None, n: int) -> None:
+        """Take a look, and one that raised a false alarm before it, into the present domain."""
+        domains = self._domains
+        if domains.alarm is not None:
+            domains.present.follow(domains.alarm.summary.numpy(), domains.alarm.images)
+            domains.alarm = None
+        if s is not None:
+            domains.present.follow(s, n)
+
+    def _nearest(self, s: np.ndarray, n: int) -> Known | None:
+        """Return the nearest of the kept domains that a look may be of; None if it is of none."""
+        found = None
+        least = math.inf
+        for known in self._domains.known:
+            distance = known.detector.distance(s, n)
+            if not known.detector.shifted(distance, FAR) and distance < least * known.detector.spread:
+                found = known
+                least = distance / known.detector.spread
+        return found
+
+    # --- the end of a domain
+
+    def _recall(self, found: Known, s: np.ndarray, n: int, image: int) -> None:
+        """Keep the state of the present domain, and load that of one which returns."""
+        domains = self._domains
+        ended = self._state() if domains.alarm is None else domains.alarm.state
+        domains.known = [known for known in domains.known if known is not found]
+        self._keep(ended)
+        domains.present = found.detector
+        domains.present.follow(s, n)
+        self._load(found.state)
+        self._note("recall", image)
+
+    def _end(self, alarm: Alarm, s: np.ndarray, n: int, image: int) -> None:
+        """Keep the state of the present domain, and begin another one with two looks."""
+        domains = self._domains
+        self._keep(alarm.state)
+        domains.present = ShiftDetector()
+        domains.present.follow(alarm.summary.numpy(), alarm.images)
+        domains.present.follow(s, n)
+        if self.unknown == "source":
+            start = innermost(self).start
+            assert start is not None
+            self._load(start)
+        self._note("shift", image)
+
+    def _keep(self, state: State) -> None:
+        domains = self._domains
+        domains.known.append(Known(domains.present, state))
+        domains.known = domains.known[-self.most :]
+        domains.alarm = None
+
+    def _note(self, action: str, image: int) -> None:
+        domains = self._domains
+        if len(domains.events) < EVENTS:
+            domains.events.append({"image": image, "action": action, "domains": len(domains.known)})
+
+    def _state(self) -> State:
+        """Return what was learned: parameters, moments, memory and buffers, as copies; no counters."""
+        taken = innermost(self).snapshot()
+        return {name: value for name, value in taken.items() if name != "counters"}
+
+    def _load(self, state: State) -> None:
+        """Load what was learned; counters and the learning rate stay, and wrappers inside begin again."""
+        method = innermost(self)
+        now = method.snapshot()
+        optimizer = {"state": state["optimizer"]["state"], "param_groups": now["optimizer"]["param_groups"]}
+        load(method, {**state, "optimizer": optimizer, "counters": now["counters"]})
+        inside = self.method
+        while isinstance(inside, Wrapper):
+            inside.begin()
+            inside = inside.method
+
+    # --- what is saved
+
+    def snapshot(self) -> dict[str, Any]:
+        self._settle()  # which may load another state
+        return super().snapshot()
+
+    def own(self) -> dict[str, Any]:
+        domains = self.domains
+        known = [{"detector": known.detector.state(), "state": known.state} for known in domains.known]
+        alarm = None if domains.alarm is None else vars(domains.alarm)
+        return copy.deepcopy({**vars(domains), "present": domains.present.state(), "alarm": alarm, "known": known})
+
+    def check_own(self, state: Any) -> Domains:
+        if not isinstance(state, dict) or state.keys() != vars(Domains()).keys():
+            raise ValueError("invalid recall state: it has other entries")
+        try:
+            alarm = None if state["alarm"] is None else Alarm(**state["alarm"])
+            present = ShiftDetector.loaded(state["present"], "recall")
+            known = [Known(ShiftDetector.loaded(k["detector"], "recall"), k["state"]) for k in state["known"]]
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"invalid recall state: {error}") from error
+        found = Domains(**{**state, "present": present, "alarm": alarm, "known": known})
+        _check(found, self.most)
+        states = [k.state for k in known]
+        if alarm is not None:
+            states.append(alarm.state)
+        self._check_states(states)
+        return copy.deepcopy(found)
+
+    def _check_states(self, states: list[Any]) -> None:
+        """Load each state, to find out if it fits, and then the present one again."""
+        method = innermost(self)
+        before = method.snapshot()
+        for state in states:
+            if not isinstance(state, dict):
+                raise ValueError("invalid recall state: a domain has no state")
+            method.restore({**state, "counters": before["counters"]})
+            method.restore(before)
+
+    def load_own(self, checked: Domains) -> None:
+        self._domains = checked
+        self._arriving = Arriving()
+
+
+def first_frozen_layer(method: Method) -> str | None:
+    """Return the name in the network of the first convolution, if it does not adapt; a patch embedding is one, too."""
+    adapted = {id(p) for p in method.adapted.values()}
+    for name, module in method.model.net.named_modules():
+        if isinstance(module, nn.Conv2d):
+            frozen = all(id(p) not in adapted for p in module.parameters())
+            return name if frozen else None
+    return None
+
+
+def _middle(x: Tensor) -> Tensor:
+    """Return the middle of images, at most SIDE_PIXELS high and wide."""
+    for axis in (2, 3):
+        side = min(x.shape[axis], SIDE_PIXELS)
+        x = x.narrow(axis, (x.shape[axis] - side) // 2, side)
+    return x
+
+
+def _scale(means: Tensor, squares: Tensor) -> Tensor:
+    """Return by what summaries (2D,) are divided: the standard deviation over images, times sqrt(2D)."""
+    std = (squares - means.square()).clamp(min=0).sqrt()
+    floors = [LEAST_SCALE * half.median().item() or 1.0 for half in std.chunk(2)]
+    std = torch.cat([half.clamp(min=floor) for half, floor in zip(std.chunk(2), floors, strict=True)])
+    return std * math.sqrt(len(std))
+
+
+def _alike(domains: Domains, s: np.ndarray) -> bool:
+    """Return whether a look lies on the same side of the present domain as the one that raised the alarm."""
+    assert domains.alarm is not None
+    assert domains.present.centre is not None
+    apart = s - domains.alarm.summary.numpy()
+    away = s - domains.present.centre.numpy()
+    return bool(apart @ apart <= ALIKE * (away @ away))
+
+
+def _check(domains: Domains, most: int) -> None:
+    """Reject a state whose values are out of range."""
+    vectors = [domains.total, domains.scale]
+    if domains.alarm is not None:
+        vectors.append(domains.alarm.summary)
+    sound = is_count(domains.images) and is_count(domains.count) and isinstance(domains.events, list)
+    sound = sound and all(v is None or (isinstance(v, Tensor) and v.ndim == 1) for v in vectors)
+    if not sound or len(domains.known) > most:
+        raise ValueError("invalid recall state: it has values that are out of range")
