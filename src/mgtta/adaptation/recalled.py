@@ -30,9 +30,10 @@ from mgtta.adaptation.step import Pass
 from mgtta.adaptation.wrapper import Wrapper, innermost
 
 UNKNOWN = ("continue", "source")
-FAR = 5.0  # n |s - c|^2 / v above which a batch raises an alarm, if v is well known
+FAR = 6.0  # n |s - c|^2 / v above which a batch raises an alarm, if v is well known
+NEAR = 3.0  # n |s - c|^2 / v below which a batch is of a domain that was kept
 ALIKE = 0.5  # of their distance from the present domain, squared, within which two batches lie on the same side of it
-LOOK_IMAGES = 16  # that are looked at together, at least: smaller batches are added up
+LOOK_IMAGES = 32  # that are looked at together, at least: smaller batches are added up
 SIDE_PIXELS = 112  # of the middle of an image, which is what is looked at
 LEAST_VARIANCE = 1e-6  # of a channel over places, so that it has a logarithm
 LEAST_SCALE = 0.1  # of the median scale of the entries of one kind
@@ -205,12 +206,12 @@ class Recalled(Wrapper):
     def _nearest(self, s: np.ndarray, n: int) -> Known | None:
         """Return the nearest of the kept domains that a look may be of; None if it is of none."""
         found = None
-        least = math.inf
+        least = NEAR
         for known in self._domains.known:
-            distance = known.detector.distance(s, n)
-            if not known.detector.shifted(distance, FAR) and distance < least * known.detector.spread:
+            distance = known.detector.distance(s, n) / known.detector.spread
+            if distance < least:
                 found = known
-                least = distance / known.detector.spread
+                least = distance
         return found
 
     # --- the end of a domain
