@@ -30,13 +30,14 @@ ALL = (*CORRUPTIONS, *VALIDATION_CORRUPTIONS)
 
 
 def load_reference() -> Callable[[np.ndarray, int, str], np.ndarray]:
-    """imagecorruptions.corrupt(image, severity, name). ImportError where a package is missing."""
+    """Return imagecorruptions.corrupt(image, severity, name); raise an ImportError if a package is missing."""
     import cv2
     import scipy.ndimage
     import skimage.filters
 
     cv2.setNumThreads(1)
-    resources, interpolation = ModuleType("pkg_resources"), ModuleType("scipy.ndimage.interpolation")
+    resources = ModuleType("pkg_resources")
+    interpolation = ModuleType("scipy.ndimage.interpolation")
     resources.resource_filename = lambda module, name: str(Path(sys.modules[module].__file__).parent / name)
     interpolation.map_coordinates = scipy.ndimage.map_coordinates
     gone = {module.__name__: module for module in (resources, interpolation)}
@@ -60,7 +61,7 @@ def load_reference() -> Callable[[np.ndarray, int, str], np.ndarray]:
 
 
 def scene(n: int, size: int = 224, seed: int = 0) -> Tensor:
-    """(n, 3, size, size) uint8: smooth colours, edges and texture, with a spectrum that falls as nature's."""
+    """Return (n, 3, size, size) uint8: smooth colours, edges and texture, with a spectrum like that of photographs."""
     generator = torch.Generator().manual_seed(seed)
     frequency = torch.fft.fftfreq(size)
     radius = torch.hypot(frequency[:, None], frequency).clamp(min=1 / size)
@@ -72,10 +73,11 @@ def scene(n: int, size: int = 224, seed: int = 0) -> Tensor:
 
 
 def best_ms(functions: list[Callable[[], object]], budget: float) -> list[float]:
-    """For each function the shortest run, in CPU time, taken in turn."""
+    """Return the shortest run of each function in CPU time; they take turns."""
     for function in functions:
         function()
-    best, end = [float("inf")] * len(functions), time.perf_counter() + budget
+    best = [float("inf")] * len(functions)
+    end = time.perf_counter() + budget
     while time.perf_counter() < end or float("inf") in best:
         for i, function in enumerate(functions):
             start = time.process_time()
@@ -111,7 +113,8 @@ def speed_on_device(names: Sequence[str], device: str, batch: int) -> None:
         for severity in (1, 3, 5):
             corrupt(x, name, severity)
             torch.cuda.synchronize()
-            start, runs = time.perf_counter(), 0
+            start = time.perf_counter()
+            runs = 0
             while time.perf_counter() < start + 0.5:
                 for _ in range(5):
                     corrupt(x, name, severity)
@@ -123,7 +126,7 @@ def speed_on_device(names: Sequence[str], device: str, batch: int) -> None:
 
 
 def labelled_images(tars: list[str], n: int) -> Iterator[tuple[np.ndarray, int]]:
-    """(image (224, 224, 3), label) from KEY.jpg and KEY.cls."""
+    """Yield (image (224, 224, 3), label) from KEY.jpg and KEY.cls."""
     left = n
     for path in tars:
         with tarfile.open(path) as tar:
@@ -145,7 +148,8 @@ def accuracy(args: argparse.Namespace) -> None:
     np.random.seed(0)
     reference = load_reference()
     pixels, labels = zip(*labelled_images(args.data, args.images), strict=True)
-    x, labels = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2), torch.tensor(labels)
+    x = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
+    labels = torch.tensor(labels)
     model = timm.create_model(args.model)
     model.load_state_dict(load_file(args.checkpoint))
     model.eval()

@@ -76,7 +76,7 @@ def make(name: str, model: mgtta.Classifier, rate: float, guard: bool) -> Method
 
 
 def run(stream_name: str, method_name: str, images: int, seed: int) -> dict:
-    """One cell."""
+    """Run one cell, and return its row."""
     torch.set_num_threads(1)
     model = mgtta.load_model("glyphs_vit")
     rate = RATES[method_name] * {"rate x 10": 10, "rate x 100": 100}.get(stream_name, 1)
@@ -110,22 +110,37 @@ def run(stream_name: str, method_name: str, images: int, seed: int) -> dict:
 def shown(rows: list[dict]) -> str:
     names = ("noadapt", "plain", "guarded")
     head = [
-        "stream", "method", "images", "NoAdapt", "plain", "guarded", "guarded - NoAdapt",
-        "last quarter: NoAdapt", "plain", "guarded", "alarms", "time, guarded / plain",
-    ]  # fmt: skip
+        "stream",
+        "method",
+        "images",
+        "NoAdapt",
+        "plain",
+        "guarded",
+        "guarded - NoAdapt",
+        "last quarter: NoAdapt",
+        "plain",
+        "guarded",
+        "alarms",
+        "time, guarded / plain",
+    ]
     lines = [
         [
-            row["stream"], row["method"], f"{row['images']:,}", *(f"{row[name]:.1f}" for name in names),
-            f"{row['guarded'] - row['noadapt']:+.1f}", *(f"{row[f'{name}, last quarter']:.1f}" for name in names),
-            str(len(row["events"])), f"{row['time']:.3f}",
+            row["stream"],
+            row["method"],
+            f"{row['images']:,}",
+            *(f"{row[name]:.1f}" for name in names),
+            f"{row['guarded'] - row['noadapt']:+.1f}",
+            *(f"{row[f'{name}, last quarter']:.1f}" for name in names),
+            str(len(row["events"])),
+            f"{row['time']:.3f}",
         ]
         for row in rows
-    ]  # fmt: skip
+    ]
     return table(head, lines)
 
 
 def summary(rows: list[dict]) -> str:
-    """The bars of the issue, as found."""
+    """Return what was required, and what was found."""
     hostile = [row for row in rows if row["stream"] in HOSTILE]
     benign = [row for row in rows if row["stream"] in BENIGN]
     lines = []
@@ -167,10 +182,15 @@ def main() -> None:
     args = parser.parse_args()
     model = mgtta.load_model("glyphs_vit")
     protocol = {
-        "model": model.name, "weights": model.fingerprint(), "characters": UNSEEN, "seed": args.seed,
-        "images": args.images, "batch_size": 64, "corruptions": "the 15, severity 5",
+        "model": model.name,
+        "weights": model.fingerprint(),
+        "characters": UNSEEN,
+        "seed": args.seed,
+        "images": args.images,
+        "batch_size": 64,
+        "corruptions": "the 15, severity 5",
         "versions": {"mgtta": mgtta.__version__, "torch": torch.__version__},
-    }  # fmt: skip
+    }
     ran = command(args, parser)
     path = args.out / "guard.json"
     rows = known(path, protocol)

@@ -51,29 +51,30 @@ def by_method(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def mean_over_domains(records: list[dict[str, Any]]) -> dict[int, float]:
-    """Seed -> top-1, mean over the corruptions."""
+    """Return top-1 of each seed, the mean over the corruptions."""
     seeds = sorted({r["seed"] for r in records})
     return {seed: statistics.mean(r["top1"] for r in records if r["seed"] == seed) for seed in seeds}
 
 
 def gain(records: list[dict[str, Any]], still: list[dict[str, Any]]) -> tuple[float, str]:
-    """The least gain over `still` on any corruption, in points, and which that is."""
+    """Return the least gain over `still` on any corruption, in points, and the corruption."""
 
     def means(found: list[dict[str, Any]]) -> dict[str, float]:
         return {d: statistics.mean(r["top1"] for r in found if r["domain"] == d) for d in {r["domain"] for r in found}}
 
-    before, after = means(still), means(records)
+    before = means(still)
+    after = means(records)
     return min((after[d] - before[d], d) for d in after)
 
 
 def part(records: list[dict[str, Any]], batches: slice) -> float:
-    """Top-1 on some of the batches, of full streams."""
+    """Return top-1 on some of the batches of full streams."""
     hits, images = (sum(sum(r[key][batches]) for r in records) for key in ("curve", "sizes"))
     return 100 * hits / images
 
 
 def headline(methods: dict[str, list[dict[str, Any]]]) -> str:
-    """Markdown; the lowest first."""
+    """Return the table in markdown, the lowest row first."""
     rows = []
     for name, records in methods.items():
         mean, shown = _mean_and_spread(records)
@@ -98,7 +99,7 @@ def headline(methods: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def streams(folder: Path) -> str:
-    """Markdown: top-1 on streams other than the headline's; the lowest of the first one first."""
+    """Return a table of top-1 on other streams than the headline's, sorted by the first of them."""
     records = Store(folder).records()
     columns: dict[str, dict[str, tuple[float, str]]] = {}
     for title, asked in STREAMS.items():
@@ -117,12 +118,15 @@ def streams(folder: Path) -> str:
 
 
 def speed() -> str:
-    """A sentence: what a step of ViT-B costs on a GPU."""
+    """Return a sentence on the cost of a step of ViT-B on a GPU."""
     steps = json.loads((ROOT / "results" / "speed.json").read_text())
     [part] = [part for key, part in steps.items() if key.startswith("step vit_base") and part["gpu"]]
     rows = {(row["name"], row["precision"]): row for row in part["rows"]}
-    fast, exact, low = rows["MGTTA", "bf16"], rows["MGTTA", "fp32"], rows["MGTTA, low memory", "bf16"]
-    seconds, batch = fast["seconds"], part["batch"]
+    fast = rows["MGTTA", "bf16"]
+    exact = rows["MGTTA", "fp32"]
+    low = rows["MGTTA, low memory", "bf16"]
+    seconds = fast["seconds"]
+    batch = part["batch"]
     words = [
         f"On an {part['where'].removeprefix('NVIDIA ')}, MGTTA takes {1e3 * seconds:.1f} ms for {batch} images with",
         f"ViT-B/16 in bfloat16: {seconds / rows['NoAdapt', 'bf16']['seconds']:.2f} times the forward pass alone,",
@@ -142,7 +146,7 @@ def _mean_and_spread(records: list[dict[str, Any]]) -> tuple[float, str]:
 
 
 def curve(records: list[dict[str, Any]]) -> list[float]:
-    """Accuracy in windows of batches, mean over corruptions and seeds."""
+    """Return accuracy in windows of batches, the mean over corruptions and seeds."""
     full = [r for r in records if len(r["curve"]) > WINDOW]
     length = min(len(r["curve"]) for r in full)
     hits = [sum(r["curve"][i] for r in full) for i in range(length)]

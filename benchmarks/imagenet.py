@@ -22,7 +22,8 @@ class Held:
     """Images and labels held in memory, as a data set."""
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor):
-        self.x, self.labels = x, y
+        self.x = x
+        self.labels = y
 
     def __len__(self) -> int:
         return len(self.x)
@@ -53,16 +54,16 @@ def deit_tiny(checkpoint: Path, device: str) -> mgtta.Classifier:
 
 
 def source_of(model: mgtta.Classifier, shard0: Held) -> mgtta.SourceStatistics:
-    """From all 1,000 clean images of shard 0, none of which is in the test stream."""
+    """Return the statistics of all 1,000 clean images of shard 0, none of which is in the test stream."""
     return mgtta.source_statistics(model, shard0.x)
 
 
 def validation_batches(shard0: Held, device: str, seed: int = 0) -> list:
-    """The four validation corruptions at severity 5 over the choosing part of shard 0, held on the device."""
+    """Return batches of the four validation corruptions at severity 5, on the images of shard 0 for choosing."""
     domains = corrupted(shard0.part(CHOOSING), VALIDATION_CORRUPTIONS)
     return list(stream(domains, batch_size=64, seed=seed, device=device))
 
 
 def training_images(shard0: Held, device: str) -> torch.Tensor:
-    """128 unlabelled images, 32 under each validation corruption."""
+    """Return 128 unlabelled images, 32 under each validation corruption."""
     return shifted_images(shard0.part(TRAINING), 128, shuffle=False, device=device)

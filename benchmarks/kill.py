@@ -30,7 +30,7 @@ MODEL = "test_vit"
 
 
 def prepare(folder: Path, images: int) -> list[str]:
-    """Images, weights and source statistics; gives the command's arguments, less those of its output."""
+    """Write images, weights and source statistics, and return the command's arguments without those of its output."""
     torch.manual_seed(0)
     model = mgtta.load_model(MODEL, pretrained=False, num_classes=10)
     write_tensors(folder / "weights.safetensors", model.net.state_dict(), {})
@@ -42,14 +42,26 @@ def prepare(folder: Path, images: int) -> list[str]:
     pictures = torch.rand(8, 3, side, side, generator=torch.Generator().manual_seed(0))
     mgtta.save_source(mgtta.source_statistics(model, pictures), folder / "source.safetensors")
     return [
-        "adapt", str(folder / "images"), "--model", MODEL, "--checkpoint", str(folder / "weights.safetensors"),
-        "--num-classes", "10", "--source", str(folder / "source.safetensors"), "--batch-size", "4", "--guard",
-        "--device", "cpu",
-    ]  # fmt: skip
+        "adapt",
+        str(folder / "images"),
+        "--model",
+        MODEL,
+        "--checkpoint",
+        str(folder / "weights.safetensors"),
+        "--num-classes",
+        "10",
+        "--source",
+        str(folder / "source.safetensors"),
+        "--batch-size",
+        "4",
+        "--guard",
+        "--device",
+        "cpu",
+    ]
 
 
 def start(arguments: list[str]) -> int:
-    """A child process that runs the command; forked, since an import of torch takes longer than the run."""
+    """Start a child process that runs the command; forked, since importing torch takes longer than the run."""
     child = os.fork()
     if child:
         return child
@@ -66,7 +78,7 @@ def start(arguments: list[str]) -> int:
 
 
 def ended(child: int, within: float) -> bool:
-    """Whether the child ended well by itself; else it is killed when its time is over."""
+    """Return whether the child ended well by itself; kill it when its time is over."""
     until = time.monotonic() + within
     while time.monotonic() < until:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -81,21 +93,30 @@ def ended(child: int, within: float) -> bool:
 
 
 def measure(folder: Path, kills: int, images: int, seed: int = 0) -> dict:
-    """Run undisturbed, then again and again with kills; says how many there were and whether all is the same."""
+    """Run undisturbed, then with kills; return how many there were and whether all results are the same."""
     arguments = prepare(folder, images)
     calm = [*arguments, "--out", str(folder / "calm.csv"), "--state", str(folder / "calm.safetensors")]
     began = time.monotonic()
     assert ended(start(calm), 600)
     length = time.monotonic() - began
     draw = random.Random(seed)
-    killed = runs = 0
+    killed = 0
+    runs = 0
     same = True
     while killed < kills:
         runs += 1
         out = [folder / f"{runs}.csv", folder / f"{runs}.safetensors", folder / f"{runs}.run"]
         disturbed = [
-            *arguments, "--out", str(out[0]), "--state", str(out[1]), "--resume", str(out[2]), "--save-every", "2",
-        ]  # fmt: skip
+            *arguments,
+            "--out",
+            str(out[0]),
+            "--state",
+            str(out[1]),
+            "--resume",
+            str(out[2]),
+            "--save-every",
+            "2",
+        ]
         while not ended(start(disturbed), draw.uniform(0, length) if killed < kills else 600):
             killed += 1
         same &= out[0].read_bytes() == (folder / "calm.csv").read_bytes()
@@ -108,7 +129,7 @@ def measure(folder: Path, kills: int, images: int, seed: int = 0) -> dict:
 
 
 def state(path: Path) -> dict:
-    """The method's state, less the seconds it took."""
+    """Return the method's state without the seconds it took."""
     found = read_tree(path)[0]["method"]
     found["method"]["counters"].pop("seconds")
     if found["guard"]["snapshot"] is not None:

@@ -4,15 +4,16 @@ from collections.abc import Iterable
 
 
 def between(page: str, name: str, text: str) -> str:
-    """The page with `text` between <!-- NAME:start --> and <!-- NAME:end -->."""
-    start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
+    """Return the page with `text` between <!-- NAME:start --> and <!-- NAME:end -->."""
+    start = f"<!-- {name}:start -->"
+    end = f"<!-- {name}:end -->"
     before, rest = page.split(start)
     _, after = rest.split(end)
     return f"{before}{start}\n{text}\n{end}{after}"
 
 
 def table(head: list[str], rows: Iterable[list[str]], right: bool = False) -> str:
-    """A table.
+    """Return a table.
 
     Args:
         right: all columns but the first to the right.

@@ -48,7 +48,7 @@ RATE = 5.0  # images a second of each stream
 
 
 def classifier(name: str) -> mgtta.Classifier:
-    """Speed does not hang on the weights: random ones, but for the embedded model's."""
+    """Return the model with random weights, except for the embedded one: speed does not depend on them."""
     torch.manual_seed(0)
     return mgtta.load_model(name) if name == "glyphs_plain" else mgtta.load_model(name, pretrained=False)
 
@@ -78,7 +78,8 @@ def measure(rank: int, folder: str) -> None:
 
 def compare(rank: int, name: str, recipe: str, side: int, steps: int) -> dict[str, Any]:
     model = classifier(name)
-    alone, shared = method_of(recipe, model), method_of(recipe, model, dist.group.WORLD)
+    alone = method_of(recipe, model)
+    shared = method_of(recipe, model, dist.group.WORLD)
     shared.ranks = Listening(dist.group.WORLD)
     x = torch.rand(BATCH, 3, side, side, generator=torch.Generator().manual_seed(0))
     mine = share(x, rank, 2)
@@ -110,7 +111,7 @@ def compare(rank: int, name: str, recipe: str, side: int, steps: int) -> dict[st
 
 
 def messages(sizes: list[int]) -> float:
-    """Seconds that the messages of one step take by themselves, one after another."""
+    """Return the seconds that the messages of one step take without anything else, one after another."""
     tensors = [torch.zeros(n) for n in sizes]
     dist.barrier()
     began = time.perf_counter()
@@ -120,7 +121,7 @@ def messages(sizes: list[int]) -> float:
 
 
 def counted(name: str) -> dict[str, Any]:
-    """How large theta, a stream's state and the frozen weights are, and how long a change of streams takes."""
+    """Return the sizes of theta, of a stream's state and of the frozen weights, and the time of a change of streams."""
     model = classifier(name)
     method = method_of("mgtta", model)
     side = model.input_size[0]
@@ -143,15 +144,19 @@ def counted(name: str) -> dict[str, Any]:
 
 
 def size(node: Any) -> int:
-    """Bytes of the tensors of a nested state."""
+    """Return the bytes of the tensors of a nested state."""
     if isinstance(node, torch.Tensor):
         return node.nbytes
-    values = node.values() if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
+    values = ()
+    if isinstance(node, dict):
+        values = node.values()
+    elif isinstance(node, list | tuple):
+        values = node
     return sum(map(size, values))
 
 
 def on_a_gpu(folder: Path) -> list[dict[str, Any]]:
-    """MGTTA's batches in records of a GPU: time, at the side of other processes, and memory."""
+    """Return time and memory of MGTTA's batches in records of a GPU that other processes shared."""
     found: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for r in Store(folder).records():
         wanted = (r["experiment"], r["batch_size"]) in (("learning-rate", 64), ("small-batch", 4))
@@ -177,14 +182,15 @@ def on_a_gpu(folder: Path) -> list[dict[str, Any]]:
 
 
 def figures(values: list[float]) -> str:
-    """Median, the range between the quartiles, and the best."""
+    """Return the median, the range between the quartiles, and the best."""
     low, middle, high = statistics.quantiles(values, n=4)
     digits = 0 if middle >= 100 else 1
     return f"{middle:.{digits}f} ({low:.{digits}f}–{high:.{digits}f}), {max(values):.{digits}f}"
 
 
 def tables(result: dict[str, Any]) -> str:
-    lines, messages = [], []
+    lines = []
+    messages = []
     for row in result["rows"]:
         rates = [row["images/s"][way] for way in WAYS]
         cells = [figures(rate) for rate in rates]
@@ -233,24 +239,27 @@ the update of all parameters for itself.
 
 
 def projection(result: dict[str, Any]) -> str:
-    """What more ranks and many streams would cost: each figure with the formula and the inputs it comes from."""
+    """Return what more ranks and many streams would cost: each figure with the formula and the inputs it comes from."""
     sizes = {row["model"]: row for row in result["sizes"]}
-    large, small = (next(g for g in result["gpu"] if g["batch"] == b) for b in (64, 4))
+    large = next(g for g in result["gpu"] if g["batch"] == 64)
+    small = next(g for g in result["gpu"] if g["batch"] == 4)
     who = sizes[large["model"]]
-    sent = 4 * (who["theta"] + who["statistics"]) + 8
-    ring = 2 * (RANKS - 1) / RANKS * sent
-    wait = {link: 3 * LATENCY + ring / speed for link, speed in BANDWIDTH.items()}
-    fast, slow = wait.values()
-    all_small, all_large = RANKS * small["batch"], RANKS * large["batch"]
-    together = large["processes"] * large["batch"] / large["seconds"]
-    asked = STREAMS * RATE
-    links = [f"{1e3 * seconds:.2f} ms over {link}" for link, seconds in wait.items()]
-    image = 3 * 224 * 224
+    rows = [*_inputs(large, small, who), *_one_stream(large, small, who), *_many_streams(large, who)]
+    sent = [
+        [
+            row["model"],
+            f"{row['theta']:,}",
+            f"{row['statistics']:,}",
+            f"{(4 * (row['theta'] + row['statistics']) + 8) / 1e3:.1f}",
+        ]
+        for row in result["sizes"]
+    ]
+    head = ["what a rank sends for a step of MGTTA", "theta", "statistics", "kB (float32)"]
+    return f"{table(['figure', 'from', 'value'], map(list, rows))}\n\n{table(head, sent)}"
 
-    def rate(batch: int, per_rank: float, waiting: float) -> str:
-        return f"{batch / (per_rank + waiting):,.0f} images/s"
 
-    rows = [
+def _inputs(large: dict[str, Any], small: dict[str, Any], who: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [
         ("**Inputs**", "", ""),
         (
             f"step of {large['batch']} images",
@@ -270,6 +279,22 @@ def projection(result: dict[str, Any]) -> str:
         ("a stream's state", "parameters, moments, memory: counted", f"{who['state'] / 1e6:.1f} MB"),
         ("frozen weights", "counted", f"{who['weights'] / 1e6:.1f} MB"),
         ("change of a stream", "load one state and take another, on the CPU", f"{1e3 * who['swap']:.1f} ms"),
+    ]
+
+
+def _one_stream(large: dict[str, Any], small: dict[str, Any], who: dict[str, Any]) -> list[tuple[str, str, str]]:
+    sent = 4 * (who["theta"] + who["statistics"]) + 8
+    ring = 2 * (RANKS - 1) / RANKS * sent
+    wait = {link: 3 * LATENCY + ring / speed for link, speed in BANDWIDTH.items()}
+    fast, slow = wait.values()
+    all_small = RANKS * small["batch"]
+    all_large = RANKS * large["batch"]
+    links = [f"{1e3 * seconds:.2f} ms over {link}" for link, seconds in wait.items()]
+
+    def rate(batch: int, per_rank: float, waiting: float) -> str:
+        return f"{batch / (per_rank + waiting):,.0f} images/s"
+
+    return [
         (f"**One stream, {RANKS} GPUs**", "", ""),
         ("sent by a rank for a step", "4 (theta + statistics) + 8", f"{sent / 1e3:.1f} kB"),
         ("moved by a rank", f"2 × {RANKS - 1} / {RANKS} of that, around a ring", f"{ring / 1e3:.1f} kB"),
@@ -291,6 +316,14 @@ def projection(result: dict[str, Any]) -> str:
             "moved / (step + waiting)",
             f"{ring / (large['seconds'] + fast) / 1e6:.2f} MB/s",
         ),
+    ]
+
+
+def _many_streams(large: dict[str, Any], who: dict[str, Any]) -> list[tuple[str, str, str]]:
+    together = large["processes"] * large["batch"] / large["seconds"]
+    asked = STREAMS * RATE
+    image = 3 * 224 * 224
+    return [
         (f"**{STREAMS:,} independent streams**", "", ""),
         ("images that come", f"{STREAMS:,} × {RATE:g} images/s", f"{asked:,.0f} images/s"),
         (
@@ -309,15 +342,6 @@ def projection(result: dict[str, Any]) -> str:
         ("traffic in", f"images × {image:,} bytes (uint8)", f"{asked * image / 1e6:,.0f} MB/s"),
         ("traffic between streams", "they share nothing", "0"),
     ]
-    sent = [
-        [
-            row["model"], f"{row['theta']:,}", f"{row['statistics']:,}",
-            f"{(4 * (row['theta'] + row['statistics']) + 8) / 1e3:.1f}",
-        ]
-        for row in result["sizes"]
-    ]  # fmt: skip
-    head = ["what a rank sends for a step of MGTTA", "theta", "statistics", "kB (float32)"]
-    return f"{table(['figure', 'from', 'value'], map(list, rows))}\n\n{table(head, sent)}"
 
 
 def _gigabytes(who: dict[str, Any], both: bool) -> str:

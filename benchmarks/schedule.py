@@ -26,13 +26,15 @@ from mgtta.adaptation import scheduled as schedule
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS
 from mgtta.data.streams import Batch, corrupted, stream
 
-TURNS, PASSES = 2, 2
-LR, LR_ALWAYS = 5e-3, (1e-3, 2e-3)
+TURNS = 2
+PASSES = 2
+LR = 5e-3
+LR_ALWAYS = (1e-3, 2e-3)
 GRID = ((3, 16, 1), (4, 16, 1), (5, 32, 1), (5, 32, 2), (6, 32, 2))  # burst, rest, skip
 
 
 def ways() -> list[dict[str, Any]]:
-    """Those compared, the slowest first."""
+    """Return the settings to compare, the slowest first."""
     always = [{"lr": lr, "schedule": "always"} for lr in LR_ALWAYS]
     return [*always, *({"lr": LR, "schedule": "auto", "constants": list(constants)} for constants in GRID)]
 
@@ -47,12 +49,14 @@ def batches(part: imagenet.Held, order: int, device: str) -> Iterator[Batch]:
 
 def run(way: dict[str, Any], data: Path, checkpoint: Path, device: str, orders: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    model, shard = imagenet.deit_tiny(checkpoint, device), imagenet.shard(data, 0)
+    model = imagenet.deit_tiny(checkpoint, device)
+    shard = imagenet.shard(data, 0)
     if "constants" in way:
         schedule.BURST, schedule.REST, schedule.SKIP = way["constants"]
     source = imagenet.source_of(model, shard)
     method = mgtta.create("mgtta", model, source=source, lr=way["lr"], schedule=way["schedule"])
-    top1, share = [], []
+    top1 = []
+    share = []
     for order in range(orders):
         method.reset()
         records = mgtta.evaluate(method, batches(shard.part(imagenet.CHOOSING), order, device), reset="never")
@@ -62,7 +66,7 @@ def run(way: dict[str, Any], data: Path, checkpoint: Path, device: str, orders: 
 
 
 def missing(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that have no row yet."""
+    """Return the settings that have no row yet."""
     return [way for way in ways() if not any(way.items() <= row.items() for row in rows)]
 
 
@@ -90,9 +94,16 @@ def main() -> None:
     parser.add_argument("--orders", type=int, default=1, help="of the images")
     args = parser.parse_args()
     protocol = {
-        "corruptions": list(VALIDATION_CORRUPTIONS), "severity": 5, "images": "128 to 999 of shard 0", "batch size": 64,
-        "turns": TURNS, "passes": PASSES, "orders": args.orders, "device": args.device, "torch": torch.__version__,
-    }  # fmt: skip
+        "corruptions": list(VALIDATION_CORRUPTIONS),
+        "severity": 5,
+        "images": "128 to 999 of shard 0",
+        "batch size": 64,
+        "turns": TURNS,
+        "passes": PASSES,
+        "orders": args.orders,
+        "device": args.device,
+        "torch": torch.__version__,
+    }
     command = "python benchmarks/schedule.py --data SHARDS --checkpoint DEIT_TINY"
     command += f" --device {args.device} --jobs {args.jobs} --orders {args.orders} --out results"
     path = args.out / "schedule.json"

@@ -29,7 +29,7 @@ WARM = 0.05  # of the run, which is left out: caches fill
 
 
 def resident() -> int:
-    """Bytes of main memory that this process holds now."""
+    """Return the bytes of main memory that this process holds now."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
@@ -41,7 +41,10 @@ def endless(images: int, batch_size: int):
 
 
 def soak(method: Method, frozen: Method, batches: int, batch_size: int, images: int = 64, samples: int = 200) -> dict:
-    seconds, relative, memory, drift = [], [], [], 0.0
+    seconds = []
+    relative = []
+    memory = []
+    drift = 0.0
     probe = Glyphs(4).tensors()[0]
     expected = frozen(probe)
     every = max(1, batches // samples)
@@ -69,15 +72,18 @@ def soak(method: Method, frozen: Method, batches: int, batch_size: int, images: 
 
 
 def _quarters(values: list) -> dict:
-    """Medians of the first and the last quarter, and how much the last is above the first, in percent."""
+    """Return medians of the first and the last quarter, and by how many percent the last is above the first."""
     values = values[int(WARM * len(values)) :]
     n = max(1, len(values) // 4)
-    first, last = statistics.median(values[:n]), statistics.median(values[-n:])
+    first = statistics.median(values[:n])
+    last = statistics.median(values[-n:])
     return {"first": first, "last": last, "growth": 100 * (last / first - 1)}
 
 
 def page(found: dict) -> str:
-    memory, seconds, relative = found["memory"], found["seconds"], found["relative"]
+    memory = found["memory"]
+    seconds = found["seconds"]
+    relative = found["relative"]
     return (
         f"# A long run\n\n`{found['command']}`\n\n{found['method']} under a guard, {found['batches']:,} batches of "
         f"{found['batch_size']}, {found['model']}; medians of the first and the last quarter.\n\n"
@@ -103,9 +109,11 @@ def main() -> None:
     method = mgtta.create("mgtta", model, source="glyphs_plain", lr=1e-4, guard=True)
     found = soak(method, mgtta.create("noadapt", model), args.batches, args.batch_size)
     found |= {
-        "method": method.name, "model": model.name, "weights": model.fingerprint(),
+        "method": method.name,
+        "model": model.name,
+        "weights": model.fingerprint(),
         "command": f"python benchmarks/soak.py --batches {args.batches} --out results",
-    }  # fmt: skip
+    }
     print(json.dumps(found))
     for name, text in (("soak.json", json.dumps(found, indent=1) + "\n"), ("soak.md", page(found))):
         with atomic(args.out / name) as path:

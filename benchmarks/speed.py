@@ -42,13 +42,16 @@ from torch import Tensor, nn
 
 import mgtta
 from mgtta._lib.files import atomic
+from mgtta._lib.profile import now
 from mgtta._lib.shipped import shipped
 from mgtta._lib.timm import timm
+from mgtta.adaptation.scheduled import Scheduled
+from mgtta.adaptation.step import Pass
 from mgtta.data.corruptions import CORRUPTIONS
 from mgtta.data.datasets import open_dataset
 from mgtta.data.images import simplejpeg
 from mgtta.data.streams import corrupted, stream
-from mgtta.fast.engine import _Captured, _compiled
+from mgtta.fast.engine import Captured, FastEngine, GraphPlace, _compiled
 from mgtta.fast.flat import FlatStep
 from mgtta.fast.vit import ViT
 from mgtta.learned.optimizer import BETAS, EPS, generator_inputs
@@ -92,7 +95,10 @@ class LoopedMGG:
     """The generator's step in the style of the released code: one parameter after another, each a new one's data."""
 
     def __init__(self, params: list[nn.Parameter], generator: mgtta.MetaGradientGenerator, lr: float = 1e-3):
-        self.params, self.generator, self.lr, self.t = params, generator.requires_grad_(False), lr, 0
+        self.params = params
+        self.generator = generator.requires_grad_(False)
+        self.lr = lr
+        self.t = 0
         self.moments = [(torch.zeros(p.numel(), device=p.device),) * 2 for p in params]
         self.memories = [generator.init_memory(p.numel()) for p in params]
 
@@ -125,8 +131,9 @@ class Contender:
 
 
 def measure(contenders: list[Contender], rounds: int, device: str) -> list[dict[str, Any]]:
-    """For each, the median and the least seconds and, on a GPU, the bytes that it takes; they take turns."""
-    rows, steps = [], []
+    """Return the median and the least seconds of each and, on a GPU, its bytes; they take turns."""
+    rows = []
+    steps = []
     for contender in contenders:
         began = time.perf_counter()
         _precise(contender.tf32)
@@ -140,15 +147,18 @@ def measure(contenders: list[Contender], rounds: int, device: str) -> list[dict[
         row["graphs hold"] = contender.graph_bytes(True)
         rows.append({**row, "ready": time.perf_counter() - began})
         print(f"{contender.name} {contender.precision}: ready after {rows[-1]['ready']:.0f} s", file=sys.stderr)
-    now, times, batches = clock(device), [[] for _ in contenders], TURN if device == "cuda" else 1
-    turns, order = list(zip(contenders, steps, times, strict=True)), random.Random(0)
+    read = clock(device)
+    times: list[list[float]] = [[] for _ in contenders]
+    batches = TURN if device == "cuda" else 1
+    turns = list(zip(contenders, steps, times, strict=True))
+    order = random.Random(0)
     for _ in range(rounds):
         for contender, step, found in order.sample(turns, len(turns)):
             _precise(contender.tf32)
-            start = now()
+            start = read()
             for _ in range(batches):
                 step()
-            found.append((now() - start) / batches)
+            found.append((read() - start) / batches)
     _precise(False)
     for row, found in zip(rows, times, strict=True):
         row.update(seconds=statistics.median(found), least=min(found))
@@ -157,14 +167,7 @@ def measure(contenders: list[Contender], rounds: int, device: str) -> list[dict[
 
 
 def clock(device: str) -> Callable[[], float]:
-    if device == "cpu":
-        return time.process_time
-
-    def now() -> float:
-        torch.cuda.synchronize()
-        return time.perf_counter()
-
-    return now
+    return time.process_time if device == "cpu" else now
 
 
 def _precise(tf32: bool) -> None:
@@ -172,7 +175,7 @@ def _precise(tf32: bool) -> None:
 
 
 def _allocated(device: str) -> int:
-    """Bytes, without cuBLAS's workspaces: each contender is to have its own counted, not one left by another."""
+    """Return allocated bytes without cuBLAS's workspaces, so that each contender is counted with only its own."""
     gc.collect()
     if device != "cuda":
         return 0
@@ -210,20 +213,22 @@ def method_of(label: str, name: str, model: mgtta.Classifier, x: Tensor, precisi
             settings["source"] = mgtta.source_statistics(model, x[:64] if len(x) > 1 else torch.cat([x, 255 - x]))
         method = mgtta.create(name, model, precision=precision.replace("tf32", "fp32"), **settings)
         method.warm_up(x)
-        if method.schedule is not None:
+        if isinstance(method, Scheduled):
             method.schedule.left = sys.maxsize  # as if it had just learned
         kept.append(method)
         return lambda: method(x)
 
     def graph_bytes(reserved: bool) -> int:
-        fast = kept[0].fast
-        return 0 if fast is None else fast.graphs_hold if reserved else fast.graph_bytes
+        engine = kept[0].engine
+        if not isinstance(engine, FastEngine):
+            return 0
+        return engine.graphs_hold if reserved else engine.graph_bytes
 
     return Contender(label, make, precision, precision == "tf32", graph_bytes)
 
 
 def optimizer_step(model: mgtta.Classifier, way: str, hidden_size: int = 8) -> Contender:
-    """The generator's step alone, for all norm parameters of the model, in one of three ways."""
+    """Return only the generator's step, for all norm parameters of the model, in one of three ways."""
 
     def make() -> Callable[[], object]:
         own = [nn.Parameter(p.detach().clone()) for p in mgtta.norm_parameters(model)]
@@ -244,11 +249,11 @@ def optimizer_step(model: mgtta.Classifier, way: str, hidden_size: int = 8) -> C
         if not own[0].is_cuda:
             return lambda: flat.step(grads, sound)
 
-        def run() -> tuple[Tensor, Tensor]:
+        def run() -> Pass:
             _compiled(_flat_step)(flat, grads, sound)
-            return sound, sound
+            return Pass(sound, [])
 
-        captured = _Captured(run, sound, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
+        captured = Captured(run, sound, GraphPlace(torch.cuda.graph_pool_handle(), torch.cuda.Stream()))
         return lambda: (captured.graph.replay(), flat, grads)  # which the graph reads: they must live as long
 
     return Contender(f"{ALONE}, {way}", make, "fp32")
@@ -262,7 +267,8 @@ def _flat_step(flat: FlatStep, grads: list[Tensor], sound: Tensor) -> None:
 
 
 def step(args: argparse.Namespace) -> dict[str, Any]:
-    device, model = args.device, classifier(args.model, args.device)
+    device = args.device
+    model = classifier(args.model, args.device)
     x = images(model, args.batch, device)
     fast = "bf16" if device == "cuda" or args.quick else None
     names = [("NoAdapt", "noadapt"), ("TENT", "tent"), ("MGTTA", "mgtta")]
@@ -292,7 +298,9 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def growth(args: argparse.Namespace) -> dict[str, Any]:
-    device, rows, names = args.device, [], (("NoAdapt", "noadapt"), ("MGTTA", "mgtta"))
+    device = args.device
+    rows = []
+    names = (("NoAdapt", "noadapt"), ("MGTTA", "mgtta"))
     precision = "bf16" if device == "cuda" else "fp32"
 
     def at(name: str, batch: int) -> None:
@@ -315,7 +323,7 @@ def growth(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def data(args: argparse.Namespace) -> dict[str, Any]:
-    """The loader's rate from tars of JPEGs of 500 x 375 pixels, as ImageNet's are on average."""
+    """Return the loader's rate from tars of JPEGs of 500 x 375 pixels, the average of ImageNet."""
     count, links = (256, 1) if args.quick else (8192, 4)
     device = torch.device(args.device)
     with tempfile.TemporaryDirectory() as folder:
@@ -326,7 +334,8 @@ def data(args: argparse.Namespace) -> dict[str, Any]:
             it = iter(stream(open_dataset(pattern), first=few, workers=workers, device=device))
             for _ in range(max(workers, 1)):  # until all workers have begun
                 next(it)
-            began, seen = time.perf_counter(), 0
+            began = time.perf_counter()
+            seen = 0
             for batch in it:
                 seen += len(batch.x)
             rows.append({"workers": workers, "images": seen, "rate": seen / (time.perf_counter() - began)})
@@ -334,7 +343,7 @@ def data(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _write_tars(folder: Path, count: int, shards: int, links: int = 1) -> str:
-    """Tars of `count` images in all, each under `links` names."""
+    """Write tars of `count` images in all, each under `links` names."""
     from PIL import Image
 
     noise = torch.Generator().manual_seed(0)
@@ -363,7 +372,8 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
 
     if args.data is None or args.checkpoint is None:
         raise SystemExit("accuracy needs --data and --checkpoint")
-    device, names = args.device, CORRUPTIONS[:2] if args.quick else CORRUPTIONS
+    device = args.device
+    names = CORRUPTIONS[:2] if args.quick else CORRUPTIONS
     model = imagenet.deit_tiny(args.checkpoint, device)
     source = imagenet.source_of(model, imagenet.shard(args.data, 0))
     test = imagenet.shard(args.data, *((1,) if args.quick else (1, 2)))
@@ -377,7 +387,8 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
         method = mgtta.create(name, model, **more, **settings)
         for x in {batch.x.shape: batch.x for batch in batches}.values():  # a domain's last batch is smaller
             method.warm_up(x)
-        found, updates = [], []
+        found = []
+        updates = []
         for order in orders:
             method.reset()
             records = mgtta.evaluate(method, order, reset=reset)
@@ -385,10 +396,16 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
             updates.append(sum(r.updates for r in records))
         rows.append(
             {
-                "name": label, "reset": reset, "lr": lr, "top1": found, "updates": updates, "batches": len(batches),
-                "seconds": _timed(method, batches) if reset == "never" else None, **settings,
+                "name": label,
+                "reset": reset,
+                "lr": lr,
+                "top1": found,
+                "updates": updates,
+                "batches": len(batches),
+                "seconds": _timed(method, batches) if reset == "never" else None,
+                **settings,
             }
-        )  # fmt: skip
+        )
         print(rows[-1], file=sys.stderr)
 
     for precision in ("fp32", "bf16"):
@@ -403,8 +420,9 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _shuffled(batches: list[Any], seed: int) -> list[Any]:
-    """The same images in another order within their domains, which stay where they are."""
-    random, found = torch.Generator().manual_seed(seed), []
+    """Return the same images in another order within their domains, which keep their places."""
+    random = torch.Generator().manual_seed(seed)
+    found = []
     for domain in dict.fromkeys(batch.domain for batch in batches):
         some = [batch for batch in batches if batch.domain == domain]
         x, y, index = (torch.cat([getattr(batch, name) for batch in some]) for name in ("x", "y", "index"))
@@ -417,13 +435,14 @@ def _shuffled(batches: list[Any], seed: int) -> list[Any]:
 def _timed(method: Any, batches: list[Any]) -> float:
     """Seconds of all batches, from the method's start on, each batch's predictions read before the next comes; the
     median of five times."""
-    now, found = clock("cuda" if batches[0].x.is_cuda else "cpu"), []
+    read = clock("cuda" if batches[0].x.is_cuda else "cpu")
+    found = []
     for _ in range(5):
         method.reset()
-        began = now()
+        began = read()
         for batch in batches:
             method(batch.x).argmax(1).tolist()
-        found.append(now() - began)
+        found.append(read() - began)
     return statistics.median(found)
 
 

@@ -27,7 +27,9 @@ def page(result: dict[str, Any]) -> str:
 
 
 def step_page(part: dict[str, Any]) -> str:
-    rows, batch, gpu = part["rows"], part["batch"], part["gpu"]
+    rows = part["rows"]
+    batch = part["batch"]
+    gpu = part["gpu"]
     plain = {row["precision"]: row["seconds"] for row in rows if row["name"] == "NoAdapt"}
     plain["fp8"] = plain.get("bf16")  # the same forward pass
     lines = []
@@ -41,9 +43,10 @@ def step_page(part: dict[str, Any]) -> str:
                 *([f"{1e3 * row['seconds']:.2f}"] if gpu else []),
                 "" if base is None else f"{row['seconds'] / base:.3f}",
                 "" if alone else f"{batch / row['seconds']:,.0f}",
-                *(["" if alone else f"{row['peak'] / 1e6:,.0f}"] if gpu else []),
             ]
         )
+        if gpu:
+            lines[-1].append("" if alone else f"{row['peak'] / 1e6:,.0f}")
     times = ["ms", "times NoAdapt", "images/s", "peak MB"] if gpu else ["times NoAdapt", "images/s"]
     head = ["", "precision", *times]
     text = f"## A step: {part['model']}, batch {batch}, n = {part['n']:,}\n\n{table(head, lines, right=True)}"
@@ -51,10 +54,11 @@ def step_page(part: dict[str, Any]) -> str:
 
 
 def _bars(part: dict[str, Any]) -> str:
-    """The figures that the rows come to."""
+    """Return the figures that follow from the rows."""
     found = {(row["name"], row["precision"]): row for row in part["rows"]}
     precision = "bf16" if ("MGTTA", "bf16") in found else "fp32"
-    whole, plain = found["MGTTA", precision]["seconds"], found["NoAdapt", precision]["seconds"]
+    whole = found["MGTTA", precision]["seconds"]
+    plain = found["NoAdapt", precision]["seconds"]
     generator = found[f"{ALONE}, {WAYS[-1]}", "fp32"]["seconds"]
     ratios = f"{whole / plain:.2f} times NoAdapt, {whole / found['TENT', precision]['seconds']:.3f} times TENT"
     absolute = f"{1e3 * whole:.2f} ms a batch, 50,000 images in {whole * 50000 / part['batch']:.1f} s; "
@@ -62,18 +66,21 @@ def _bars(part: dict[str, Any]) -> str:
         f"MGTTA in {precision}: {absolute if part['gpu'] else ''}{ratios}.",
         f"The optimizer takes {100 * generator / whole:.1f} % of the step.",
     ]
-    if part["gpu"] and (small := found.get(("MGTTA", "fp8"))):
+    small = found.get(("MGTTA", "fp8"))
+    if part["gpu"] and small:
         lines.append(
             f"With gradients in 8 bits (fp8) {1e3 * small['seconds']:.2f} ms, {small['seconds'] / plain:.2f} times "
             "NoAdapt."
         )
-    if spent := found.get(("MGTTA, budget spent", precision)):
+    spent = found.get(("MGTTA, budget spent", precision))
+    if spent:
         limited = (50 * whole + (BATCHES - 50) * spent["seconds"]) / (BATCHES * plain)
         lines.append(
             f"With `max_updates=50`, {BATCHES} batches take {limited:.3f} times NoAdapt: (50 steps + {BATCHES - 50} "
             "predictions) / NoAdapt, from the medians."
         )
-    if low := found.get(("MGTTA, low memory", precision)):
+    low = found.get(("MGTTA, low memory", precision))
+    if low:
         held = found["MGTTA", precision]["graphs hold"], low["graphs hold"]
         lines += [
             f"With low memory a step takes {low['seconds'] / whole:.2f} times as long.",
@@ -84,19 +91,27 @@ def _bars(part: dict[str, Any]) -> str:
 
 
 def growth_page(part: dict[str, Any]) -> str:
-    """Times on a GPU; on a CPU the ratios to the first case's NoAdapt."""
-    gpu, cases, lines = part["gpu"], part["rows"], []
+    """Return times on a GPU, or on a CPU the ratios to NoAdapt of the first case."""
+    gpu = part["gpu"]
+    cases = part["rows"]
+    lines = []
     unit, digits = (1e-3, 2) if gpu else (cases[0]["rows"][0]["seconds"], 3)
     for case in cases:
         plain, whole, generator = (row["seconds"] for row in case["rows"])
         lines.append(
             [
-                case["model"], str(case["batch"]), f"{case['n']:,}", f"{plain / unit:.{digits}f}",
-                f"{whole / unit:.{digits}f}", f"{whole / plain:.2f}", f"{case['batch'] / whole:,.1f}",
-                f"{generator / unit:.{digits + 1}f}", f"{100 * generator / whole:.2f}",
+                case["model"],
+                str(case["batch"]),
+                f"{case['n']:,}",
+                f"{plain / unit:.{digits}f}",
+                f"{whole / unit:.{digits}f}",
+                f"{whole / plain:.2f}",
+                f"{case['batch'] / whole:,.1f}",
+                f"{generator / unit:.{digits + 1}f}",
+                f"{100 * generator / whole:.2f}",
                 *([f"{case['rows'][1]['peak'] / 1e6:,.0f}"] if gpu else []),
             ]
-        )  # fmt: skip
+        )
     times = [f"{name}{', ms' if gpu else ''}" for name in ("NoAdapt", "MGTTA", "generator")]
     head = ["model", "batch", "n", *times[:2], "MGTTA / NoAdapt", "images/s", times[2], "its share, %"]
     head += ["peak MB"] if gpu else []
@@ -117,20 +132,24 @@ def data_page(part: dict[str, Any]) -> str:
 
 
 def accuracy_page(part: dict[str, Any], steps: list[dict[str, Any]]) -> str:
-    """The table, and what the schedule comes to there and at the times of `steps`."""
+    """Return the table, and the cost of the schedule there and at the times of `steps`."""
     rows = part["rows"]
     plain = {r["precision"]: r["seconds"] for r in rows if r["name"] == "NoAdapt" and r["seconds"] is not None}
     lines = [
         [
-            r["name"], r["precision"], "" if r["lr"] is None else f"{r['lr']:g}",
-            "before each" if r["reset"] == "domain" else "never", _spread(r["top1"]),
+            r["name"],
+            r["precision"],
+            "" if r["lr"] is None else f"{r['lr']:g}",
+            "before each" if r["reset"] == "domain" else "never",
+            _spread(r["top1"]),
             f"{mean(r['updates']):g} of {r['batches']}",
             *([f"{r['seconds']:.3f}", f"{r['seconds'] / plain[r['precision']]:.2f}"] if r["seconds"] else ["", ""]),
         ]
         for r in rows
-    ]  # fmt: skip
+    ]
     head = ["", "precision", "lr", "reset", "top-1, %", "updates", "seconds", "times NoAdapt"]
-    always, schedule = [r["top1"] for r in rows if r["reset"] == "never" and r["name"] == "MGTTA"], rows[-1]
+    always = [r["top1"] for r in rows if r["reset"] == "never" and r["name"] == "MGTTA"]
+    schedule = rows[-1]
     share = mean(schedule["updates"]) / schedule["batches"]
     exact = next(mean(r["top1"]) for r in rows if (r["name"], r["precision"]) == ("MGTTA", "fp32"))
     resets = [r for r in rows if (r["name"], r["reset"]) == ("MGTTA", "domain") and r["precision"] != "fp32"]
@@ -163,7 +182,9 @@ def plot(part: dict[str, Any], path: Path) -> None:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    gpu, cases, batch = part["gpu"], part["rows"], part["rows"][0]["batch"]
+    gpu = part["gpu"]
+    cases = part["rows"]
+    batch = part["rows"][0]["batch"]
     unit, time = (1e-3, "ms a batch") if gpu else (cases[0]["rows"][0]["seconds"], "time a batch")
     by_model = cases[:4]
     by_batch = sorted([by_model[2], *cases[4:]], key=lambda case: case["batch"])

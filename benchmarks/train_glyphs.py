@@ -34,7 +34,8 @@ from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS, corrupt
 from mgtta.data.glyphs import CLASSES, SIZE, TEST_SEED, TRAIN_SEED, Glyphs
 from mgtta.models.loading import vision_transformer
 
-MEAN = STD = 0.5
+MEAN = 0.5
+STD = 0.5
 SEVERITY = 5
 QUICK = {
     "train_images": 512,
@@ -121,14 +122,14 @@ def normalise(x: Tensor) -> Tensor:
 
 
 def learning_rate(progress: float, peak: float, warmup: float = 0.05) -> float:
-    """Linear up, then a cosine down to zero."""
+    """Return the learning rate: linear up, then a cosine down to zero."""
     if progress < warmup:
         return peak * (progress + 1e-3) / warmup
     return peak * (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))) / 2
 
 
 def train(model: nn.Module, images: Tensor, labels: Tensor, augment: Augment, args) -> list[float]:
-    """Trains in place until `args.steps` or `args.seconds` are over; returns the loss now and then."""
+    """Train in place until `args.steps` or `args.seconds` are over; return some of the losses."""
     device = images.device
     torch.manual_seed(args.seed)
     matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -138,7 +139,9 @@ def train(model: nn.Module, images: Tensor, labels: Tensor, augment: Augment, ar
     forward = torch.compile(model) if args.compile else model
     model.train()
     losses: list[float] = []
-    step, progress, start = 0, 0.0, time.monotonic()
+    step = 0
+    progress = 0.0
+    start = time.monotonic()
     while progress < 1:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(progress, args.lr)
@@ -167,7 +170,7 @@ def train(model: nn.Module, images: Tensor, labels: Tensor, augment: Augment, ar
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Top-1 in percent, in float32."""
+    """Return top-1 in percent, in float32."""
     model.eval()
     chunks = zip(images.split(512), labels.split(512), strict=True)
     right = sum((model(normalise(x.float() / 255)).argmax(1) == y).sum().item() for x, y in chunks)
@@ -175,14 +178,14 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def measure(model: nn.Module, domains: dict[str, Tensor], labels: Tensor) -> dict[str, float]:
-    """Accuracy for each domain; "mean" and "worst" are over the 15 test corruptions."""
+    """Return the accuracy in each domain; "mean" and "worst" are over the 15 test corruptions."""
     each = {name: accuracy(model, images, labels) for name, images in domains.items()}
     test = [each[name] for name in CORRUPTIONS]
     return {"mean": sum(test) / len(test), "worst": min(test), **each}
 
 
 def round_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights in float16, on the CPU; the model now has exactly these."""
+    """Round the model's weights to float16, and return them on the CPU."""
     weights = {name: p.to("cpu", torch.float16).contiguous() for name, p in model.state_dict().items()}
     model.load_state_dict(weights)
     return weights
@@ -196,7 +199,7 @@ def save(path: Path, weights: dict[str, Tensor], metadata: dict[str, Any]) -> No
 
 
 def command(args: argparse.Namespace, strength: str) -> str:
-    """What to type for this one training again."""
+    """Return the command that repeats this training."""
     given = vars(args) | {"out": "DIR", "strength": strength}
     words = [
         f"--{key.replace('_', '-')}" + ("" if value is True else f" {value}")
@@ -216,7 +219,7 @@ def say(text: str) -> None:
 
 
 def compared(trials: dict[str, dict[str, float]]) -> str:
-    """Markdown, a column for each training."""
+    """Return a table in markdown, with a column for each training."""
     rows = [[name, *(f"{figures[name]:.1f}" for figures in trials.values())] for name in next(iter(trials.values()))]
     return table(["accuracy, %", *trials], rows, right=True)
 
@@ -280,7 +283,7 @@ def without_brightness(model: nn.Module, free: float) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
-    """Returns the figures of each training."""
+    """Return the figures of each training."""
     args = parse(words)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -313,7 +316,8 @@ def main(words: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
         model.load_state_dict(initial)
         losses = train(model, images, labels, augment, args)
         weights = round_weights(model)
-        figures = trials[strength] = measure(model, domains, truth)
+        figures = measure(model, domains, truth)
+        trials[strength] = figures
         say(f"strength {strength}: " + "  ".join(f"{name} {value:.1f}" for name, value in figures.items()))
         metadata = {
             "model": architecture,

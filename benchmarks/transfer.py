@@ -21,7 +21,7 @@ import mgtta
 from mgtta._lib.files import atomic
 from mgtta._lib.timm import timm
 from mgtta.adaptation.method import Method
-from mgtta.bench.experiments import rates
+from mgtta.bench.sweep import rates
 from mgtta.data.cache import Held, Room
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
 from mgtta.data.glyphs import CLASSES, TRAIN_SEED, VALIDATION_SEED, Glyphs
@@ -65,7 +65,7 @@ def accuracies(method: Method, batches: Stream) -> list[float]:
 
 
 def cells(name: str, args: argparse.Namespace) -> list[dict]:
-    """A row for each method and batch size."""
+    """Return a row for each method and batch size."""
     model = classifier(name, args.nets).to(args.device)
     test = Held(Glyphs(args.images), Room(2**30))
     validation = Held(Glyphs(args.images // 2, VALIDATION_SEED), Room(2**30))
@@ -80,7 +80,8 @@ def cells(name: str, args: argparse.Namespace) -> list[dict]:
             if method == "bn" and not batch_norms(model.net):
                 continue
             settings: dict = {"source": source} if needs_source(method) else {}
-            if tried := rates(method, FACTORS):
+            tried = rates(method, FACTORS)
+            if tried:
                 found = {lr: sum(accuracies(mgtta.create(method, model, lr=lr, **settings), chosen_on)) for lr in tried}
                 settings["lr"] = max(found, key=lambda lr: found[lr])
             each = accuracies(mgtta.create(method, model, **settings), scored)
@@ -90,13 +91,21 @@ def cells(name: str, args: argparse.Namespace) -> list[dict]:
     return rows
 
 
+def _shown(mean: float | None, best: float) -> str:
+    if mean is None:
+        return ""
+    if round(mean, 1) == best:
+        return f"**{mean:.1f}**"
+    return f"{mean:.1f}"
+
+
 def page(protocol: dict, rows: list[dict]) -> str:
     lines = []
     for name, size in dict.fromkeys((row["model"], row["batch"]) for row in rows):
         found = {row["method"]: row for row in rows if (row["model"], row["batch"]) == (name, size)}
         means = [sum(found[m]["accuracy"]) / len(CORRUPTIONS) if m in found else None for m in METHODS]
         best = max(round(mean, 1) for mean in means if mean is not None)
-        shown = ["" if m is None else f"**{m:.1f}**" if round(m, 1) == best else f"{m:.1f}" for m in means]
+        shown = [_shown(mean, best) for mean in means]
         lines.append([name, str(size), *shown])
     about = __doc__.split("\n\n")[2].strip()
     shown = table(["network", "batch", *METHODS], lines, right=True)

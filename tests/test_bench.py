@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import pickle
 import subprocess
 import sys
 import tarfile
@@ -11,25 +12,16 @@ from PIL import Image
 
 import mgtta
 from mgtta._lib.profile import PARTS
-from mgtta.bench import experiments
 from mgtta.bench import resources as lab
 from mgtta.bench import run as bench
-from mgtta.bench.experiments import (
-    EXPERIMENTS,
-    QUICK,
-    Cell,
-    Options,
-    Setup,
-    Training,
-    experiment_cells,
-    rates,
-    sweep_cells,
-    tuned,
-    variant,
-)
+from mgtta.bench import sweep
+from mgtta.bench.cells import Cell, Options, Setup, Training, digest
+from mgtta.bench.executors.processes import Processes
+from mgtta.bench.experiments import EXPERIMENTS, QUICK, experiment_cells, variant
 from mgtta.bench.resources import Lab, Watch
 from mgtta.bench.run import run_cells, run_experiment
 from mgtta.bench.store import Store
+from mgtta.bench.sweep import rates, sweep_cells, tuned
 from mgtta.cli.progress import Bars
 from mgtta.data.cache import Held, Room
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
@@ -140,12 +132,12 @@ def test_records_of_other_files_of_the_same_name_are_not_taken_for_these(tmp_pat
 
 def test_what_a_cell_will_need_is_asked_for_before_the_first_runs(tmp_path, tree, counted):
     cells = [dataclasses.replace(FEW[0], method=m) for m in ("noadapt", "mgtta")]
-    with pytest.raises(FileNotFoundError, match="no generator 'gone"):
+    with pytest.raises(FileNotFoundError, match="unknown generator 'gone"):
         run_cells(cells, dataclasses.replace(SMALL, generator="gone.safetensors"), Store(tmp_path))
     with pytest.raises(FileNotFoundError, match="gone"):
         run_cells(cells, dataclasses.replace(SMALL, source="gone.safetensors"), Store(tmp_path))
     trained = dataclasses.replace(cells[1], training=TINY)
-    with pytest.raises(ValueError, match=r"needed for mgtta \(corruptions\): --validation"):
+    with pytest.raises(ValueError, match=r"needed for mgtta \(corruptions\): name them with --validation"):
         run_cells([cells[0], trained], Setup(data=str(tree)), Store(tmp_path))
     assert not counted
 
@@ -224,6 +216,15 @@ def test_keys_tell_work_apart():
     assert len({*others, same[0], timed, *setups}) == len(changes) + 4
     still = FEW[0]
     assert still.key(SMALL) == dataclasses.replace(still, max_updates=3).key(SMALL)
+
+
+def test_keys_are_those_of_version_0_1():
+    """So that a folder of records of that version counts as done."""
+    trained = dataclasses.replace(FEW[1], training=TINY, settings=(("lr", 0.1),), max_seconds=2.0)
+    gpu = Setup(model="m", checkpoint="c", data="d", device="cuda", precision="auto", tf32=True)
+    found = [cell.key(setup) for cell in (FEW[0], trained) for setup in (SMALL, gpu)]
+    assert found == ["de953f8d62ff0262", "29ae2030b55c9fc6", "483c8cf936952119", "2ad3f0468b9c05f5"]
+    assert digest(trained) == "3425bc93113ebf7f"
 
 
 # --- experiments
@@ -320,10 +321,10 @@ def test_a_sweep_gives_every_contender_the_same_tries_on_the_validation_split():
 
 def test_the_best_mean_is_chosen_for_each_batch_size():
     cells = [Cell("small-batch", "tent", ("fog",), batch_size=size) for size in (2, 4)]
-    sweep = sweep_cells(cells)
+    tries = sweep_cells(cells)
     best = {2: rates("tent")[1], 4: rates("tent")[5]}
-    records = [{"top1": 50.0 if dict(c.settings)["lr"] == best[c.batch_size] else 40.0} for c in sweep]
-    for cell in tuned(cells, sweep, records):
+    records = [{"top1": 50.0 if dict(c.settings)["lr"] == best[c.batch_size] else 40.0} for c in tries]
+    for cell in tuned(cells, tries, records):
         assert dict(cell.settings) == {"lr": best[cell.batch_size]}
         assert cell.chosen_from == tuple(rates("tent"))
 
@@ -331,19 +332,19 @@ def test_the_best_mean_is_chosen_for_each_batch_size():
 @pytest.mark.parametrize("name", ["mixed", "continual"])
 def test_rates_for_long_streams_are_tried_on_long_streams(name):
     cells = experiment_cells(name, Options(["noadapt", "tent"], seeds=2))
-    sweep = sweep_cells(cells)
-    assert len(sweep) == 7
-    assert {(c.mixed, c.reset, len(c.domains)) for c in sweep} == {(cells[0].mixed, cells[0].reset, 15)}
-    assert set(sweep[0].domains) == set(VALIDATION_CORRUPTIONS)
+    tries = sweep_cells(cells)
+    assert len(tries) == 7
+    assert {(c.mixed, c.reset, len(c.domains)) for c in tries} == {(cells[0].mixed, cells[0].reset, 15)}
+    assert set(tries[0].domains) == set(VALIDATION_CORRUPTIONS)
     best = rates("tent")[2]
     parts = 1 if name == "mixed" else 15
-    records = [{"top1": 50.0 if dict(c.settings)["lr"] == best else 40.0} for c in sweep for _ in range(parts)]
-    assert {dict(c.settings).get("lr") for c in tuned(cells, sweep, records)} == {None, best}
+    records = [{"top1": 50.0 if dict(c.settings)["lr"] == best else 40.0} for c in tries for _ in range(parts)]
+    assert {dict(c.settings).get("lr") for c in tuned(cells, tries, records)} == {None, best}
 
 
 def test_a_swept_experiment_says_what_it_chose_from(tmp_path, monkeypatch):
-    monkeypatch.setattr(experiments, "VALIDATION_CORRUPTIONS", ("saturate",))
-    monkeypatch.setattr(experiments, "rates", lambda method, factors=(): [1e-3, 1e-2])
+    monkeypatch.setattr(sweep, "VALIDATION_CORRUPTIONS", ("saturate",))
+    monkeypatch.setattr(sweep, "rates", lambda method, factors=(): [1e-3, 1e-2])
     options = Options(["tent"], corruptions=("fog", "contrast"))
     records = run_experiment("corruptions", options, Setup(images=2), Store(tmp_path), sweep=True)
     assert [r["protocol"]["chosen_from"] for r in records] == [[1e-3, 1e-2]] * 2
@@ -523,6 +524,13 @@ def test_held_images_stay_within_their_room(tree):
 # --- workers
 
 
+def test_what_stays_in_this_process_is_not_sent_to_another(tmp_path):
+    start = pickle.loads(pickle.dumps(bench._Start(SMALL, tmp_path, Watch(), group=None)))
+    assert start.setup == SMALL
+    assert start.folder == tmp_path
+    assert start.watch is None
+
+
 @pytest.mark.slow
 def test_worker_processes_give_the_same_records(tmp_path):
     here = run_cells(FEW, SMALL, Store(tmp_path / "here"))
@@ -533,12 +541,11 @@ def test_worker_processes_give_the_same_records(tmp_path):
 def test_workers_train_the_generators_side_by_side_before_anyone_waits_for_one(tmp_path, monkeypatch):
     asked: list = []
 
-    def here(tasks, start, workers, kin):
+    def here(executor, tasks, start, kin):
         asked.extend(tasks)
-        run = start()
-        yield from ((task, run(task)) for task in tasks)
+        return executor.run_in_turn(tasks, start)
 
-    monkeypatch.setattr(bench, "spread", here)
+    monkeypatch.setattr(Processes, "run", here)
     sizes = [dataclasses.replace(TINY, hidden_size=d) for d in (2, 4)]
     cells = [Cell("hidden-size", "mgtta", (c,), batch_size=3, training=t) for c in ("fog", "contrast") for t in sizes]
     records = run_cells(cells, SMALL, Store(tmp_path), workers=2)
@@ -566,7 +573,7 @@ def test_what_is_measured_runs_alone(tmp_path):
     records = run_cells(cells, SMALL, Store(tmp_path), watch=Listening())
     assert [r["experiment"] for r in records] == ["runtime"] * 2 + ["memory"] * 2
     assert [r["updates"] for r in records] == [2] * 4
-    assert notes == ["eq7_sgd in a process of its own"]
+    assert notes == ["eq7_sgd on 2 corruptions in a process of its own"]
     assert records[0]["process_peak_memory"] > 10**8
 
 
@@ -593,7 +600,7 @@ if __name__ == "__main__":
     command = [sys.executable, str(script), str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
     assert done.returncode == 130, done.stderr
-    assert "the same command goes on" in done.stderr
+    assert "the same command resumes" in done.stderr
     assert "Traceback" not in done.stderr
     assert len(Store(tmp_path / "run").cells()) >= 1
     assert [json.loads(line)["event"] for line in done.stdout.splitlines()][:2] == ["start", "record"]

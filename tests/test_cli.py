@@ -360,7 +360,7 @@ def test_corrupt_writes_a_tree(run, folder, tmp_path):
 
 
 def test_bench_prints_a_table_and_keeps_records(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("mgtta.bench.experiments.CORRUPTIONS", ("fog", "contrast"))
+    monkeypatch.setattr("mgtta.bench.cells.CORRUPTIONS", ("fog", "contrast"))
     words = ("bench", "corruptions", "--methods", "noadapt,tent", "--images", 4, "--out", tmp_path, "--device", "cpu")
     code, out, err = run(*words)
     assert code == 0, err
@@ -378,7 +378,7 @@ def test_bench_prints_a_table_and_keeps_records(run, tmp_path, monkeypatch):
     assert code != 0
     event = json.loads(out.splitlines()[-1])
     assert event["event"] == "error"
-    assert "no generator 'gone'" in event["text"]
+    assert "unknown generator 'gone'" in event["text"]
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ def test_the_bench_commands_help_names_all_experiments():
 @pytest.fixture
 def demo(run, tmp_path, monkeypatch):
     """Two corruptions and no library of 5 MB on the page."""
-    monkeypatch.setattr("mgtta.bench.experiments.CORRUPTIONS", ("contrast", "jpeg_compression"))
+    monkeypatch.setattr("mgtta.bench.cells.CORRUPTIONS", ("contrast", "jpeg_compression"))
     monkeypatch.setattr("mgtta.report.page.get_plotlyjs", lambda: "/* library */")
     return lambda *more: run("demo", "--images", 4, "--device", "cpu", "--out", tmp_path / "demo", *more)
 

@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 from test_bench import FEW, SMALL, without_timing
 
-from mgtta.bench.cluster import connected, spread_on_ray
-from mgtta.bench.experiments import Cell
+from mgtta.bench.cells import Cell
+from mgtta.bench.executors.base import WorkerError
+from mgtta.bench.executors.ray import connected, spread_on_ray
 from mgtta.bench.resources import Watch
 from mgtta.bench.run import run_cells
 from mgtta.bench.store import Store
-from mgtta.bench.workers import WorkerError
 from mgtta.cli.bench import bare_ray
 
 try:

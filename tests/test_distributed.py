@@ -22,7 +22,7 @@ from test_baselines import unsure_vit
 import mgtta
 from mgtta._lib.files import read_tree, write_tree
 from mgtta._lib.ranks import ALONE, RankError, Ranks, share
-from mgtta.bench.experiments import Cell, Setup
+from mgtta.bench.cells import Cell, Setup
 from mgtta.bench.run import run_cells
 from mgtta.bench.store import Store
 from mgtta.cli import app
@@ -357,7 +357,7 @@ def test_what_ranks_cannot_run_is_told_first(ran):
     for found in ran:
         alone, workers = found["refused cells"]
         assert "tent on fog (runtime) is measured in a process of its own: run it without torchrun" in alone
-        assert "run cells apart" in workers
+        assert "run cells separately" in workers
 
 
 @pytest.mark.slow

@@ -1,10 +1,15 @@
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import images
 
 import mgtta
+from mgtta._lib.ranks import ALONE
+from mgtta.evaluation import loop
+from mgtta.evaluation.metrics import Tally
+from mgtta.evaluation.record import Record, StoredRecord, checked
 
 
 @dataclass
@@ -54,3 +59,103 @@ def test_without_labels_and_with_progress(model):
     assert [r.top1 for r in records] == [None, None]
     assert seen == [(4, 4, 4), (8, 4, 4), (4, 4, 4)]
     assert records[0].to_dict()["method"] == "tent"
+
+
+class Counted(list):
+    """A list that counts how many of its values are read."""
+
+    read = 0
+
+    def __iter__(self):
+        Counted.read += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, which):
+        found = super().__getitem__(which)
+        Counted.read += len(found) if isinstance(which, slice) else 1
+        return found
+
+
+class Trivial:
+    """The least that `evaluate` asks of a method: its images are its logits, and every batch is an event."""
+
+    name = "trivial"
+    updates = 0
+    skipped = 0
+    spent = False
+    ranks = ALONE
+    engine = SimpleNamespace(graph_bytes=0)
+
+    def __init__(self):
+        net = torch.nn.Linear(1, 1)
+        self.model = SimpleNamespace(net=net, parameters=net.parameters)
+        self.events = Counted()
+
+    def reset(self): ...
+
+    def __call__(self, x):
+        self.events.append({"batch": len(self.events)})
+        return x
+
+
+@pytest.mark.parametrize("on_batch", [None, lambda record, batch, logits: record.top1])
+def test_evaluate_costs_the_same_at_every_batch_of_a_long_stream(on_batch, monkeypatch):
+    """Neither the curve, nor the sizes, nor the events of all batches before are read again at a batch."""
+
+    class CountedTally(Tally):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.curve = Counted()
+            self.sizes = Counted()
+
+    monkeypatch.setattr(loop, "Tally", CountedTally)
+    monkeypatch.setattr(Counted, "read", 0)
+    batches = 3000
+    x = torch.tensor([[0.0, 1.0, 2.0]])
+    [record] = mgtta.evaluate(Trivial(), [Batch(x, torch.tensor([2]), "a")] * batches, on_batch=on_batch)
+    assert Counted.read <= 2 * batches
+    assert record.curve == [1] * batches
+    assert record.sizes == [1] * batches
+    assert len(record.events) == batches
+    assert record.top1 == 100
+
+
+def stored(**changes):
+    record = Record("tent", "fog", images=4, top1=50.0, sizes=[4], curve=[2])
+    return {**record.to_dict(), "experiment": "corruptions", "seed": 0, "settings": {}, "protocol": {}, **changes}
+
+
+def test_a_record_knows_the_types_of_its_fields():
+    records = [stored(), stored(top1=None, peak_memory=None, settings=None, something="else")]
+    assert checked(records) is records
+    older = {key: stored()[key] for key in ("experiment", "method", "domain", "seed", "images")}
+    assert StoredRecord.problem(older) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"method": 3}, "method is not a text"),
+        ({"seed": True}, "seed is not a count"),
+        ({"images": -1}, "images is not a count"),
+        ({"updates": None}, "updates is not a count"),
+        ({"labelled": 2**60}, "labelled is not a count"),
+        ({"top1": float("nan")}, "top1 is not a number"),
+        ({"seconds": "1"}, "seconds is not a number"),
+        ({"curve": [1, 2.5]}, "curve is not a list of counts"),
+        ({"sizes": 4}, "sizes is not a list of counts"),
+        ({"bins": [[1.0, 2.0]]}, "bins is not a list of three numbers each"),
+        ({"events": ["reset"]}, "events is not a list of names and values"),
+        ({"protocol": []}, "protocol is not a table of names and values"),
+    ],
+)
+def test_a_damaged_record_is_named(changes, problem):
+    with pytest.raises(ValueError, match=f"record 2 is damaged .{problem}"):
+        checked([stored(), stored(**changes)])
+
+
+def test_a_record_without_a_required_field_is_damaged():
+    incomplete = stored()
+    del incomplete["seed"]
+    with pytest.raises(ValueError, match="seed is missing"):
+        checked([incomplete])

@@ -385,7 +385,7 @@ def on_gpu(name, net=None, **more):
 @pytest.fixture
 def patient(monkeypatch):
     """Compile a shape at its third batch."""
-    monkeypatch.setattr(fast, "PATIENCE", 2)
+    monkeypatch.setattr(fast, "PATIENCE_BATCHES", 2)
 
 
 class TestOnTheGPU:
@@ -396,9 +396,9 @@ class TestOnTheGPU:
     def test_captured_steps_are_the_uncaptured_ones(self, name, precision, low_memory, monkeypatch):
         method, twin = (on_gpu(name, precision=precision, low_memory=low_memory) for _ in range(2))
         xs = batches(6)
-        monkeypatch.setattr(fast, "PATIENCE", 10**6)
+        monkeypatch.setattr(fast, "PATIENCE_BATCHES", 10**6)
         expected = [twin(x) for x in xs]
-        monkeypatch.setattr(fast, "PATIENCE", 2)
+        monkeypatch.setattr(fast, "PATIENCE_BATCHES", 2)
         for x, logits in zip(xs, expected, strict=True):
             assert close(method(x), logits)
         assert len(method.engine.graphs) == 1
@@ -461,7 +461,7 @@ class TestOnTheGPU:
             method(other)
         found = method.predict(x)
         method.engine.graphs.clear()
-        monkeypatch.setattr(fast, "PATIENCE", 10**6)
+        monkeypatch.setattr(fast, "PATIENCE_BATCHES", 10**6)
         assert close(found, method.predict(x))
         assert not close(found, before)
 

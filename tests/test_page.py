@@ -107,17 +107,17 @@ def test_without_records_the_error_says_what_to_do(tmp_path):
 def test_the_page_says_what_was_run_and_found():
     read = Reader(page.page(sections(everything()), EXAMPLES))
     for words in (
-        "mgtta is highest with", "95 % confidence interval", "glyphs_vit (weights 01234567) on rendered characters",
+        "Highest: mgtta, ", "95 % interval", "glyphs_vit (weights 01234567) on rendered characters",
         "Not on the same footing", "71.3", "mgtta bench corruptions --out runs", "90 % sure",
-        "predicted but not learned", "clean", "before:", "Table 2, right",
+        "predicted and not learned", "clean", "before:", "Table 2, right",
     ):  # fmt: skip
         assert words in read.text, words
     assert "skipped" in read.text
     assert "tent, in the domains in which it changed accuracy most" in read.text
     assert "No example images" not in read.text
     without = Reader(page.page(sections(table_1()))).text
-    assert "predicted but not learned" not in without
-    assert "No example images: they are drawn for the embedded data and model alone" in without
+    assert "predicted and not learned" not in without
+    assert "No example images: they are drawn only for the embedded data and model" in without
 
 
 @pytest.mark.usefixtures("small")

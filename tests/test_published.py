@@ -94,7 +94,7 @@ def test_variants_and_costs_stand_beside():
     assert costs.measured["mgtta"]["seconds"].mean == pytest.approx(
         50_000 / 512 * fake("mgtta", experiment="memory", peak_memory=2 * 10**9)["seconds"]
     )
-    assert costs.differs[0] == "the seconds measured are those for 512 images, scaled up to the paper's 50,000"
+    assert costs.differs[0] == "the seconds were measured for 512 images, and scaled to the paper's 50,000"
     text = markdown_report(sections([fake("mgtta", experiment="memory", peak_memory=2 * 10**9)]))
     assert "| seconds for 50,000 |" in text
 

@@ -57,7 +57,7 @@ def test_an_unfinished_row_has_no_mean_and_is_not_ranked():
     [section] = sections(records)
     assert "mean" not in section.figures()["mgtta"]
     assert "mean" in section.figures()["tent"]
-    assert "tent is highest" in headline(section)[0]
+    assert headline(section)[0].startswith("Highest: tent, ")
     assert "1 method of 3 not finished" in headline(section)[1]
     assert {r["domain"] for r in section.shared} == {"snow", "frost"}
 
@@ -77,7 +77,7 @@ def test_what_cannot_be_compared_is_kept_apart():
 def test_rows_are_told_apart_by_what_differs_and_by_nothing_else():
     records = [fake("tent", "fog"), fake("tent", "fog", settings={"lr": 0.1}), fake("mgtta", "fog", settings={"lr": 1})]
     [section] = sections(records)
-    assert list(section.rows) == ["tent", "tent, lr 0.1", "mgtta"]
+    assert list(section.rows) == ["mgtta", "tent", "tent, lr 0.1"]
     limited = [fake("mgtta", experiment="runtime"), fake("mgtta", experiment="runtime", max_updates=20)]
     assert list(sections(limited)[0].rows) == ["mgtta", "mgtta, 20 updates"]
     per_domain = [fake("mgtta", d, experiment="variants", severity=0, settings=s)
@@ -93,9 +93,9 @@ def test_budgets_are_columns():
     expected = statistics.mean(r["top1"] for r in updates.of("mgtta") if r["max_updates"] == 10)
     assert updates.figures()["mgtta"]["10"].mean == pytest.approx(expected)
     assert "| method | 1 | 10 | 20 | ∞ |" in markdown(budgets())
-    assert headline(updates)[0].startswith("mgtta is highest with ")
+    assert headline(updates)[0].startswith("Highest: mgtta, ")
     same = [{**r, "top1": 50.0} for r in budgets()]
-    assert headline(sections(same)[0]) == ["The highest figures of noadapt and mgtta are alike, 50.0 %."]
+    assert headline(sections(same)[0]) == ["Highest: noadapt and mgtta, 50.0 % (maximum updates: 1, 10, 20, ∞)."]
     assert r"$\infty$" in latex(budgets())
     unlimited = [r for r in budgets() if r["max_updates"] is None]
     assert [s.axis for s in sections(unlimited)] == ["max_seconds"]
@@ -150,7 +150,7 @@ def test_all_visits_of_a_domain_count():
     cells = section.figures()["mgtta"]
     assert (cells["0.1"].mean, cells["0.2"].mean) == (30.0, 20.0)
     assert section.repeated == 0
-    assert "2 domains in 3 visits, 512 images of each visit" in markdown_report([section])
+    assert "2 domains in 3 visits, 512 images per visit" in markdown_report([section])
     assert "mean over all visits of the domains" in notes(section)
 
 
@@ -231,16 +231,16 @@ def test_runtime_and_memory_show_what_they_are_about():
     )
     [time], [space] = sections(runtime), sections(memory)
     assert [time.figures()[m]["fog"].mean for m in costs] == [1.0, 2.0]
-    assert headline(time) == ["noadapt is fastest with 1.00 ms an image on fog."]
-    assert headline(space) == ["noadapt needs least memory with 1,000 MB on fog."]
+    assert headline(time) == ["Fastest: noadapt, 1.00 ms per image on fog."]
+    assert headline(space) == ["Least memory: noadapt, 1,000 MB on fog."]
     assert "| noadapt | **1.00** |" in markdown(runtime)
-    assert markdown(runtime).startswith("Runtime (Table 5): milliseconds an image, to predict and to adapt\n\n|")
+    assert markdown(runtime).startswith("Runtime (Table 5): milliseconds per image, to predict and to adapt\n\n|")
     assert "| noadapt | **1,000** |" in markdown(memory)
     assert r"noadapt & \textbf{1.00} \\" in latex(runtime)
-    assert "milliseconds an image" in latex(runtime)
-    assert notes(space).startswith("Megabytes at most, on the GPU or, without one, of the process.")
+    assert "milliseconds per image" in latex(runtime)
+    assert notes(space).startswith("Peak megabytes, of the GPU or, without one, of the process.")
     on_cpu = [{**r, "peak_memory": None, "process_peak_memory": 3 * 10**6} for r in memory]
-    assert headline(sections(on_cpu)[0]) == ["noadapt and mgtta are alike at 3 MB on fog, and none is lower."]
+    assert headline(sections(on_cpu)[0]) == ["Least memory: noadapt and mgtta, 3 MB on fog."]
     assert ">top-1</button>" in page.page([time])
     drawn = json.loads(re.search(r'id="charts">(.*?)</script>', page.page([space]), re.DOTALL)[1])["s0-memory"]
     assert drawn["traces"][0]["y"] == [pytest.approx(space.records[0]["top1"], abs=0.001)]
@@ -273,30 +273,30 @@ def test_of_learning_rates_the_best_of_each_row_is_marked():
     assert r"tent & \textbf{50.0} & 40.0 \\" in latex(records)
     assert "Bold: the best of a row." in markdown_report(sections(records))
     shown = page._shown(sections(records)[0], "s0", [])
-    assert [[c["best"] for c in row["cells"]] for row in shown["rows"]] == [[True, False], [False, True]]
+    assert [[c["best"] for c in row["cells"]] for row in shown["rows"]] == [[False, True], [True, False]]
 
 
 def test_learning_rates_that_were_chosen_are_told():
     swept = {"chosen_from": [0.1, 0.2, 0.3]}
     records = [fake("noadapt"), *(fake(m, settings={"lr": lr}, **swept) for m, lr in (("mgtta", 0.2), ("tent", 0.001)))]
-    words = "Learning rates: tent 0.001, mgtta 0.2, each chosen from 3."
+    words = "Learning rates, each chosen from 3: mgtta 0.2, tent 0.001."
     [section] = sections(records)
     assert words in markdown_report([section])
     assert words in latex(records)
     assert words in page._shown(section, "s0", [])["notes"]
     small = [fake("tent", experiment="small-batch", batch_size=n, settings={"lr": n / 10}, **swept) for n in (2, 4)]
-    assert "Learning rate: tent 0.2 (batch size 2) and 0.4 (batch size 4), chosen from 3." in notes(sections(small)[0])
+    words = "Learning rates, each chosen from 3: tent 0.2 (batch size 2) and 0.4 (batch size 4)."
+    assert words in notes(sections(small)[0])
     assert "Learning rate" not in notes(sections(table_1())[0])
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"tent": [50.0, 60.0]}, "tent has 60.0 % at most (updates at most: 2)."),
-        ({"tent": [60.0, 60.0]}, "tent has 60.0 %, whatever the updates at most."),
-        ({"tent": [60.0]}, "tent has 60.0 % (updates at most: 1)."),
-        ({"tent": [60.0, 60.0], "mgtta": [50.0, 40.0]}, "tent is highest with 60.0 %, whatever the updates at most."),
-        ({"tent": [60.0, 50.0, 60.0], "mgtta": [0.0] * 3}, "tent is highest with 60.0 % (updates at most: 1, 3)."),
+        ({"tent": [50.0, 60.0]}, "Highest: tent, 60.0 % (maximum updates: 2)."),
+        ({"tent": [60.0, 60.0]}, "Highest: tent, 60.0 % (maximum updates: 1, 2)."),
+        ({"tent": [60.0, 50.0, 60.0], "mgtta": [0.0] * 3}, "Highest: tent, 60.0 % (maximum updates: 1, 3)."),
+        ({"tent": [60.0, 50.0], "mgtta": [0.0, 60.0]}, "Highest: mgtta and tent, 60.0 % (maximum updates: 1, 2)."),
     ],
 )
 def test_headlines_of_columns(values, words):

@@ -2,7 +2,10 @@ import os
 
 import pytest
 
-from mgtta.bench.workers import WorkerError, spread
+from mgtta.bench.executors.base import WorkerError
+from mgtta.bench.executors.here import Here
+from mgtta.bench.executors.pool import spread
+from mgtta.bench.executors.processes import Processes
 
 
 def _strange():
@@ -30,3 +33,35 @@ def test_kin_stay_with_the_worker_that_knows_them():
     """A worker keeps what it saw last; with one worker the order tells."""
     found = [task for task, _ in spread([10, 20, 11, 21], _strange, 1, kin=lambda task: task // 10)]
     assert found == [10, 11, 20, 21]
+
+
+def _telling(processes):
+    """For an executor: a result says in which process it was made, and with how many others."""
+    seen = []
+
+    def run(task):
+        seen.append(task)
+        return os.getpid(), processes, len(seen)
+
+    return run
+
+
+def test_here_starts_once_for_all_of_its_tasks():
+    with Here() as executor:
+        assert executor.about() == ""
+        found = [*executor.run([1, 2], _telling), *executor.run_in_turn([3], _telling)]
+    assert found == [(1, (os.getpid(), 1, 1)), (2, (os.getpid(), 1, 2)), (3, (os.getpid(), 1, 3))]
+
+
+@pytest.mark.slow
+def test_processes_time_tasks_here_and_give_fresh_processes():
+    here = os.getpid()
+    with Processes(1) as executor:
+        [(_, first), (_, second)] = executor.run([1, 2], _telling)
+        [(_, timed)] = executor.run_in_turn([3], _telling)
+        [(_, fresh)] = executor.run_fresh([4], _telling)
+    assert first[1:] == (1, 1)
+    assert second == (first[0], 1, 2)
+    assert timed == (here, 1, 1)
+    assert fresh[0] not in (here, first[0])
+    assert fresh[1:] == (0, 1)

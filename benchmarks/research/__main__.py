@@ -28,7 +28,7 @@ from tables import page
 from tasks import key, short
 
 from mgtta._lib.files import atomic
-from mgtta.bench.workers import spread
+from mgtta.bench.executors.pool import spread
 
 
 def read(log: Path) -> Results:
@@ -36,7 +36,7 @@ def read(log: Path) -> Results:
 
 
 def run(tasks: list[Any], args: argparse.Namespace) -> Results:
-    """The results so far and those of the tasks; what is in the file already is not run again."""
+    """Return the results so far and those of the tasks; tasks in the file are not run again."""
     log = args.out / "results.jsonl"
     done = read(log)
     todo = [task for task in dict.fromkeys(tasks) if key(task) not in done]
@@ -55,7 +55,7 @@ def run(tasks: list[Any], args: argparse.Namespace) -> Results:
 
 
 def summary(stage: str, tasks: list[Any], results: Results) -> str:
-    """Best first; what differs by its seed alone as one line, with the spread."""
+    """Return the tasks, best first; those that differ only by their seed on one line, with the spread."""
     groups: dict[Any, list[float]] = {}
     for task in tasks:
         result = results[key(task)]

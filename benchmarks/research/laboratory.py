@@ -32,7 +32,9 @@ class Lab:
         if device == "cuda":
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.allow_tf32 = True
-        self.data, self.device, self.out = Path(data), device, out
+        self.data = Path(data)
+        self.device = device
+        self.out = out
         self.checkpoint = checkpoint
         self._models: dict[str, Model] = {}
         self._images: dict[str, tuple[Tensor, Tensor]] = {}
@@ -55,7 +57,8 @@ class Lab:
         if found is None:
             if split == "test":  # one draw at a time: fifteen corruptions of it are 4.5 GB
                 self._domains = {about: x for about, x in self._domains.items() if about[::2] == (split, seed)}
-            found = self._domains[split, name, seed] = corrupt(self.images(split)[0], name, 5, seed=seed)
+            found = corrupt(self.images(split)[0], name, 5, seed=seed)
+            self._domains[split, name, seed] = found
         return found
 
     def loss(self, objective: Objective) -> Loss:
@@ -123,14 +126,16 @@ class Lab:
         loss = self.loss(trial.objective)
         model = loss.model
         mover = Mover(trial.rule, model, *self.generator(trial.rule.generator))
-        accuracy, curves = {}, {}
+        accuracy = {}
+        curves = {}
         theta = model.source
         for i, (name, batches) in enumerate(self.streams(trial)):
             if trial.setting != "continual" or i == 0:
                 theta = model.source
                 mover.reset()
                 loss.reset()
-            hits, seen = [], 0
+            hits = []
+            seen = 0
             for t, (x, y) in enumerate(batches):
                 model.put(theta)
                 for step in range(trial.objective.steps):
@@ -164,10 +169,15 @@ class Lab:
         loss = self.loss(training.objective)
         model = loss.model
         rng = torch.Generator().manual_seed(training.seed)
-        values, done = [], 0
+        values = []
+        done = 0
         for episode in range(training.episodes):
-            theta, memory = model.source, generator.memory.init(len(model.source))
-            z, travelled, surrogate, held = Inputs(training.inputs, model, training.lr), 0.0, 0.0, 0
+            theta = model.source
+            memory = generator.memory.init(len(model.source))
+            z = Inputs(training.inputs, model, training.lr)
+            travelled = 0.0
+            surrogate = 0.0
+            held = 0
             loss.reset()
             for t, (x, target) in enumerate(self._episode(training, episode, rng)):
                 model.put(theta)
@@ -184,7 +194,10 @@ class Lab:
                     surrogate.backward()
                     nn.utils.clip_grad_norm_(phi, 1.0)
                     outer.step()
-                    memory, travelled, surrogate, held = memory.detach(), 0.0, 0.0, 0
+                    memory = memory.detach()
+                    travelled = 0.0
+                    surrogate = 0.0
+                    held = 0
                 lr = training.lr / math.sqrt(1 + t / training.decay)
                 update, memory = generator(z(grad, theta), memory)
                 travelled = travelled + lr * update

@@ -90,7 +90,8 @@ class Align:
     """Takes tokens back to the source's statistics, layer by layer, judging by running ones."""
 
     def __init__(self, objective: Objective, source: Statistics):
-        self.o, self.source = objective, source
+        self.o = objective
+        self.source = source
         self.running: dict[tuple[int, str], Tensor] = {}  # mean and mean square, (2, d)
         self.t = 0
 
@@ -104,7 +105,8 @@ class Align:
                 f = part.detach().flatten(0, 1)
                 now = torch.stack([f.mean(0), f.square().mean(0)])
                 old = self.running.get((layer, kind), now)
-                mean, square = self.running[layer, kind] = old + rate * (now - old)
+                self.running[layer, kind] = old + rate * (now - old)
+                mean, square = self.running[layer, kind]
                 mu, sigma = self.source[layer][kind]
                 scale = sigma / (square - mean * mean).clamp(min=1e-6).sqrt() if self.o.align_std else 1.0
                 part = part + self.o.align * ((part - mean) * scale + mu - part)
@@ -116,7 +118,9 @@ class Loss:
     """The objective with its state: averages over earlier batches."""
 
     def __init__(self, objective: Objective, model: Model, source: Statistics):
-        self.o, self.model, self.source = objective, model, source
+        self.o = objective
+        self.model = model
+        self.source = source
         self.reset()
 
     def reset(self) -> None:
@@ -145,7 +149,8 @@ class Loss:
         if o.balance:
             p = logits.softmax(-1).mean(0)
             p = p if self.mean_p is None else 0.9 * self.mean_p + 0.1 * p
-            first, self.mean_p = self.mean_p is None, p.detach()
+            first = self.mean_p is None
+            self.mean_p = p.detach()
             loss = loss + o.balance * (p * (p + 1e-8).log()).sum() * (1 if first else 10)
         if o.noisy:
             worse = (self.model.classifier.pixels(x) + 0.1 * torch.randn(x.shape, device=x.device)).clamp(0, 1)
@@ -159,15 +164,18 @@ class Loss:
 
     def _discrepancy(self, tokens: list[Tensor]) -> Tensor:
         """Of the norms but the first, as in the paper, or of the second half of them."""
-        o, total = self.o, tokens[0].new_zeros(())
+        o = self.o
+        total = tokens[0].new_zeros(())
         for i in range(1 + (len(tokens) - 1) // 2 if o.late else 1, len(tokens)):
             for kind in kinds(o.tokens):
                 f = tokens[i][:, KINDS[kind]].flatten(0, 1)
-                mean, std = f.mean(0), None if len(f) == 1 else f.std(0)
+                mean = f.mean(0)
+                std = None if len(f) == 1 else f.std(0)
                 mu, sigma = self.source[i][kind]
                 if o.history and (i, kind) in self.past and std is not None:
                     m, s = self.past[i, kind]
-                    mean, std = o.history * m + (1 - o.history) * mean, o.history * s + (1 - o.history) * std
+                    mean = o.history * m + (1 - o.history) * mean
+                    std = o.history * s + (1 - o.history) * std
                 if std is not None:
                     self.past[i, kind] = mean.detach(), std.detach()
                 distance = (mean - mu).square().sum() + (0 if std is None else (std - sigma).square().sum())

@@ -13,12 +13,20 @@ from mgtta.learned.generator import GradientMemory
 class Inputs:
     """Per coordinate: what a generator sees of the gradients so far. (n, number of inputs)"""
 
-    BETAS, SLOW, EPS = (0.9, 0.99), 0.97, 1e-8
+    BETAS = (0.9, 0.99)
+    SLOW = 0.97
+    EPS = 1e-8
 
     def __init__(self, names: tuple[str, ...], model: Model, lr: float):
-        self.names, self.model, self.lr = names, model, lr
+        self.names = names
+        self.model = model
+        self.lr = lr
         zeros = torch.zeros_like(model.source)
-        self.m, self.v, self.slow, self.t, self.travel = zeros, zeros, zeros, 0, 0.0
+        self.m = zeros
+        self.v = zeros
+        self.slow = zeros
+        self.t = 0
+        self.travel = 0.0
 
     def __call__(self, grad: Tensor, theta: Tensor) -> Tensor:
         self.t += 1
@@ -64,7 +72,10 @@ class Mover:
     """theta -> theta, given a gradient."""
 
     def __init__(self, rule: Rule, model: Model, generator: Generator | None, inputs: tuple[str, ...]):
-        self.rule, self.model, self.generator, self.inputs = rule, model, generator, inputs
+        self.rule = rule
+        self.model = model
+        self.generator = generator
+        self.inputs = inputs
         self.reset()
 
     def reset(self) -> None:
@@ -73,7 +84,8 @@ class Mover:
             self.z = Inputs(self.inputs, self.model, self.rule.lr)
             self.memory = self.generator.memory.init(len(self.model.source))
         else:
-            self.m = self.v = torch.zeros_like(self.model.source)
+            self.m = torch.zeros_like(self.model.source)
+            self.v = self.m
 
     @torch.no_grad()
     def __call__(self, theta: Tensor, grad: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ CHANGES: list[dict[str, Any]] = [
     *({"noisy": v} for v in (0.3, 1.0)),
     *({"steps": v} for v in (2, 3)),
     {"adapts": "biases"},
-]  # fmt: skip
+]
 FIRST_CHANGES: list[dict[str, Any]] = [  # tried before, none of which paid: docs/research.md
     *({"trade_off": v} for v in (0.1, 0.2, 0.8, 1.6, 3.2)),
     *({"tokens": "patch", "trade_off": v} for v in (0.1, 0.4, 1.6)),
@@ -34,7 +34,7 @@ FIRST_CHANGES: list[dict[str, Any]] = [  # tried before, none of which paid: doc
     *({"balance": v} for v in (0.1, 0.3, 1.0)),
     *({"recentre": v} for v in (0.5, 1.0)),
     {"late": True},
-]  # fmt: skip
+]
 
 
 def best(trials: list[Trial], results: Results) -> Trial:
@@ -47,7 +47,7 @@ def adam_trials(objective: Objective = EQ7, decays: tuple[float, ...] = (math.in
 
 
 def objectives(_: Results) -> list[Trial]:
-    """What to lower, with Adam, one piece changed at a time."""
+    """Try objectives, with Adam, one piece changed at a time."""
     return [*adam_trials(decays=DECAYS), *(trial for change in CHANGES for trial in adam_trials(Objective(**change)))]
 
 
@@ -57,7 +57,7 @@ def first_objectives(_: Results) -> list[Trial]:
 
 
 def combined(results: Results) -> list[Trial]:
-    """The pieces that paid alone, together: the best value of each, added in the order of their gain."""
+    """Try together the pieces that helped: the best value of each, added in the order of their gain."""
     base = results[key(best(adam_trials(decays=DECAYS), results))]["mean"]
     gains: dict[str, tuple[float, dict[str, Any]]] = {}
     for change in CHANGES:
@@ -72,7 +72,7 @@ def combined(results: Results) -> list[Trial]:
 
 
 def plus(results: Results) -> Objective:
-    """The best objective so far."""
+    """Return the best objective so far."""
     return best([*objectives(results), *combined(results)], results).objective
 
 
@@ -120,7 +120,7 @@ def generators(results: Results) -> list[Trial]:
 
 
 def contenders(results: Results) -> dict[str, Trial]:
-    """Who goes to the test: for both objectives Adam, the paper's generator, ours in its form, ours with all inputs."""
+    """Return the finalists: for both objectives Adam, the paper's generator, ours in its form, ours with all inputs."""
     found = {
         "eq7_adam": best(adam_trials(decays=DECAYS), results),
         "plus_adam": best(adam_trials(plus(results), DECAYS), results),
@@ -175,4 +175,4 @@ def settings_test(results: Results) -> list[Trial]:
 STAGES = {
     stage.__name__: stage
     for stage in (first_objectives, objectives, combined, trainings, generators, test, settings, settings_test)
-}  # fmt: skip
+}

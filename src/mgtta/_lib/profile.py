@@ -12,17 +12,24 @@ PARTS = ("loading", "moving", "corrupting", "predicting", "adapting", "optimizer
 _asked: list[dict[str, float]] = []  # one dict for each open `profiled()` block
 
 
+def now(wait: bool = True) -> float:
+    """Return the time in seconds; with `wait`, when the GPU has done all that it was given."""
+    if wait and torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 @contextmanager
 def profiled() -> Iterator[dict[str, float]]:
     """Yield a dict that holds the seconds of each part when the block ends; "other" is the rest."""
     found = dict.fromkeys(PARTS, 0.0)
-    began = _now()
+    began = now()
     _asked.append(found)
     try:
         yield found
     finally:
         _asked.remove(found)
-        found["other"] = _now() - began - sum(found.values())
+        found["other"] = now() - began - sum(found.values())
 
 
 @contextmanager
@@ -31,11 +38,11 @@ def part(name: str) -> Iterator[None]:
     if not _asked:
         yield
         return
-    began = _now()
+    began = now()
     try:
         yield
     finally:
-        add(name, _now() - began)
+        add(name, now() - began)
 
 
 def add(name: str, seconds: float) -> None:
@@ -51,10 +58,10 @@ def optimizer_apart(optimizer: Any) -> Iterator[None]:
 
     def before(*_: Any) -> None:
         nonlocal began
-        began = _now()
+        began = now()
 
     def after(*_: Any) -> None:
-        took = _now() - began
+        took = now() - began
         add("optimizer", took)
         add("adapting", -took)
 
@@ -67,9 +74,3 @@ def optimizer_apart(optimizer: Any) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from mgtta.bench.experiments import Options, Setup, experiment_cells
+from mgtta.bench.cells import Options, Setup
+from mgtta.bench.experiments import experiment_cells
 from mgtta.bench.resources import Watch
 from mgtta.bench.run import run_cells
 from mgtta.bench.store import Store

@@ -1,151 +1,27 @@
-"""The paper's experiments as cells: one method over one stream with one seed.
+"""The paper's experiments as cells.
 
 An experiment is a function Options -> list[Cell]. Cells that ask for the same work have the same key, whichever
 experiment asks.
 """
 
 import dataclasses
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import cycle, islice
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mgtta._lib.errors import unknown
 from mgtta._lib.shipped import shipped
+from mgtta.bench.cells import Cell, Options, Setup, Training
+from mgtta.bench.needs import check_known, takes_trade_off
+from mgtta.bench.sweep import rates
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
 from mgtta.data.datasets import KINDS
-from mgtta.methods.create import recipe_settings
 
-EMBEDDED = "glyphs_vit"
+__all__ = ["EXPERIMENTS", "QUICK", "Cell", "Options", "Setup", "Training", "experiment_cells", "variant"]
+
 UPDATES = (1, 2, 5, 10, 20, 35, 50, 75, 100, 200)
-SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 50.0, 90.0)
-LIMITED = {"mgtta": (20, 50, 100)}  # Table 5 runs these with fewer updates too
-RATES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # a sweep's tries, times the recipe's own learning rate
-SMALL = {"mgtta": 1e-4, "mgtta_lstm": 1e-4}  # the paper's learning rates at batch sizes 2 and 4
+LIMITED = {"mgtta": (20, 50, 100)}  # Table 5 runs these with fewer updates, too
+SMALL_BATCH_RATES = {"mgtta": 1e-4, "mgtta_lstm": 1e-4}  # the paper's learning rates at batch sizes 2 and 4
 TRADE_OFF = {"imagenet-r": 0.2}  # the paper's lambda, where it is not the recipes'
-STILL = ("noadapt",)  # never learns, so that neither budgets nor settings make a difference
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What all cells of a run share, as plain values: a worker process builds the rest from it."""
-
-    model: str = EMBEDDED
-    checkpoint: str | None = None
-    data: str | None = None  # the test images; None: the embedded characters
-    validation: str | None = None  # other images: source statistics, sweeps and training
-    source: str | None = None
-    generator: str = "imagenet"  # "train": trained by the paper's protocol, on the validation images
-    images: int | None = None  # of each domain
-    device: str = "cpu"
-    tf32: bool = False  # matrix products on the GPU rounded to TF32: faster, and no longer exact
-    ranks: int = 1  # processes that share every batch
-    precision: str = "fp32"  # as `create` takes it
-    profile: bool = False  # whether records say where the time went
-    num_classes: int | None = None  # of the checkpoint; None: the model's own
-
-    @property
-    def head(self) -> dict[str, Any]:
-        """What `load_model` is told beside model and checkpoint."""
-        return {} if self.num_classes is None else {"num_classes": self.num_classes}
-
-
-@dataclass(frozen=True)
-class Training:
-    """A generator to be trained on validation images under the validation corruptions.
-
-    judges: images of each corruption by whose accuracy it is judged after every pass, where they are labelled.
-    """
-
-    images: int = 128
-    hidden_size: int = 8
-    memory: str = "gml"
-    steps: int = 2000
-    seed: int = 0
-    judges: int = 256
-
-    def __str__(self) -> str:
-        size = f"{self.memory} of hidden size {self.hidden_size}"
-        return f"trained on {self.images} images: {size}, {self.steps} steps, seed {self.seed}"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One method over one stream."""
-
-    experiment: str
-    method: str
-    domains: tuple[str, ...]  # corruptions; with severity 0, the name of the images
-    seed: int = 0
-    settings: tuple[tuple[str, Any], ...] = ()
-    batch_size: int = 64
-    severity: int = 5  # 0: the images as they are
-    mixed: bool = False
-    reset: str = "domain"
-    max_updates: int | None = None
-    max_seconds: float | None = None
-    split: str = "test"
-    data: str | None = None  # images other than the setup's
-    training: Training | None = None  # of the method's generator
-    alone: bool = False  # measured for time and memory, in a process of its own
-    chosen_from: tuple[float, ...] = ()  # the learning rates of a sweep
-
-    def __str__(self) -> str:
-        where = self.domains[0] if len(self.domains) == 1 else f"{len(self.domains)} corruptions"
-        return f"{self.method} on {where}"
-
-    @property
-    def timed(self) -> bool:
-        """Whether the outcome hangs on the clock, so that nothing else may run meanwhile."""
-        return self.alone or self.max_seconds is not None
-
-    @property
-    def stream(self) -> tuple[Any, ...]:
-        """The same for cells that see the same batches."""
-        return (self.split, self.data, self.domains, self.severity, self.batch_size, self.mixed, self.seed)
-
-    def key(self, setup: Setup) -> str:
-        """The same for the same work, whatever the experiment that asks for it and, but for times, device and ranks."""
-        cell = dataclasses.replace(self, experiment="", chosen_from=())
-        if self.method in STILL:
-            cell = dataclasses.replace(cell, max_updates=None, max_seconds=None, settings=())
-        exact = setup.precision == "auto" and not setup.device.startswith("cuda")
-        precision = Setup.precision if exact else setup.precision
-        place = setup if cell.timed else dataclasses.replace(setup, device="cpu", ranks=1)
-        return digest([cell, dataclasses.replace(place, precision=precision, profile=False)])
-
-
-def digest(what: Any) -> str:
-    """A hash of plain values and dataclasses; fields at their default do not count, so new ones change no key."""
-
-    def plain(value: Any) -> Any:
-        return {f.name: v for f in dataclasses.fields(value) if (v := getattr(value, f.name)) != f.default}
-
-    return hashlib.sha256(json.dumps(what, sort_keys=True, default=plain).encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user chose: who, how often, on what beside the corruptions, and how much of it."""
-
-    methods: Sequence[str]
-    seeds: int = 1
-    variants: Sequence[tuple[str, str]] = ()  # name -> images
-    generator: str = "imagenet"
-    batch_size: int = 64
-    batches: int | None = None  # of a domain, where known: larger budgets are as good as none
-    corruptions: Sequence[str] = field(default_factory=lambda: CORRUPTIONS)
-    seconds: Sequence[float] = SECONDS
-    samples: Sequence[int] = (64, 128, 256, 1000)
-    sizes: Sequence[int] = (2, 4, 8, 16, 32, 64)  # of a generator's memory
-    rates: Sequence[float] = RATES
-    training: Training = Training()
-
-    def below(self, budgets: Iterable[int]) -> list[int]:
-        return [k for k in budgets if self.batches is None or k < self.batches]
-
 
 # what --quick changes
 QUICK: dict[str, Any] = {
@@ -165,7 +41,7 @@ def corruptions(o: Options) -> list[Cell]:
 
 
 def budgets(o: Options) -> list[Cell]:
-    """Table 2: so many batches, or seconds, are learned from; then the model only predicts."""
+    """Table 2: the method learns for a number of batches or seconds; then the model only predicts."""
     limits: list[dict[str, Any]] = [{"max_updates": k} for k in o.below(UPDATES)]
     limits += [{"max_seconds": s} for s in o.seconds]
     return [cell for limit in [*limits, {}] for cell in _cells("budgets", o, _corrupted(o.corruptions), **limit)]
@@ -179,13 +55,14 @@ def variants(o: Options) -> list[Cell]:
 
 
 def ablation(o: Options) -> list[Cell]:
-    """Table 4: the generator, an LSTM in its memory's place, SGD and Adam in its own.
+    """Table 4: the generator; an LSTM in place of its memory; SGD and Adam in place of the generator.
 
-    A shipped generator has a shipped twin with an LSTM; beside any other, the LSTM is trained.
+    A shipped generator has a shipped twin with an LSTM. For any other generator, the LSTM is trained.
     """
     streams = [*_corrupted(o.corruptions), *_named(o.variants)]
-    twin = f"{o.generator}-lstm" in shipped("generators")
-    lstm = None if twin else dataclasses.replace(o.training, memory="lstm")
+    lstm = None
+    if f"{o.generator}-lstm" not in shipped("generators"):
+        lstm = dataclasses.replace(o.training, memory="lstm")
     return [
         *_cells("ablation", o, streams, ["mgtta", "eq7_sgd", "eq7_adam"]),
         *_cells("ablation", o, streams, ["mgtta_lstm"], training=lstm),
@@ -198,7 +75,7 @@ def runtime(o: Options) -> list[Cell]:
 
 
 def samples(o: Options) -> list[Cell]:
-    """Table 6: generators trained on so many images."""
+    """Table 6: generators trained on different numbers of images."""
     return _trained("samples", o, [dataclasses.replace(o.training, images=n) for n in o.samples])
 
 
@@ -209,15 +86,17 @@ def mixed(o: Options) -> list[Cell]:
 
 def small_batch(o: Options) -> list[Cell]:
     """Table 8: batch sizes 2 and 4; without a sweep, MGTTA at the paper's 1e-4."""
-    return [
-        dataclasses.replace(cell, settings=(("lr", SMALL[cell.method]),)) if cell.method in SMALL else cell
-        for size in (2, 4)
-        for cell in _cells("small-batch", o, _corrupted(o.corruptions), batch_size=size)
-    ]
+    found = []
+    for size in (2, 4):
+        for cell in _cells("small-batch", o, _corrupted(o.corruptions), batch_size=size):
+            if cell.method in SMALL_BATCH_RATES:
+                cell = dataclasses.replace(cell, settings=(("lr", SMALL_BATCH_RATES[cell.method]),))
+            found.append(cell)
+    return found
 
 
 def memory(o: Options) -> list[Cell]:
-    """Appendix C.1: the work of `runtime`, looked at for memory."""
+    """Appendix C.1: the work of `runtime`, reported for its memory."""
     return _alone("memory", o)
 
 
@@ -227,7 +106,7 @@ def hidden_size(o: Options) -> list[Cell]:
 
 
 def learning_rate(o: Options) -> list[Cell]:
-    """Appendix C.3: every method over the rates of a sweep, on the test stream; for looking, not for choosing."""
+    """Appendix C.3: every method at the rates of a sweep, on the test stream: to compare, not to choose."""
     return [
         dataclasses.replace(cell, settings=(("lr", rate),))
         for cell in _cells("learning-rate", o, _corrupted(o.corruptions))
@@ -236,7 +115,7 @@ def learning_rate(o: Options) -> list[Cell]:
 
 
 def convergence(o: Options) -> list[Cell]:
-    """Figure 3: after so many updates the model is frozen; `remaining` is its accuracy on the images left."""
+    """Figure 3: the model is frozen after a number of updates; `remaining` is its accuracy on the images after it."""
     streams = [*_corrupted(o.corruptions), *_named(o.variants[:1])]
     return [cell for k in (0, *o.below(UPDATES)) for cell in _cells("convergence", o, streams, max_updates=k)]
 
@@ -247,7 +126,7 @@ def continual(o: Options) -> list[Cell]:
 
 
 def everything(o: Options) -> list[Cell]:
-    """All of them; the variants where there are some."""
+    """All experiments; the variants only if some are named."""
     skipped = {everything} if o.variants else {everything, variants}
     return [cell for make in EXPERIMENTS.values() if make not in skipped for cell in make(o)]
 
@@ -271,10 +150,11 @@ EXPERIMENTS: dict[str, Callable[[Options], list[Cell]]] = {
 
 
 def experiment_cells(name: str, options: Options) -> list[Cell]:
+    """Return the cells of an experiment; an unknown experiment, method or corruption is an error."""
     if name not in EXPERIMENTS:
         raise unknown("experiment", name, EXPERIMENTS)
     for method in options.methods:
-        recipe_settings(method)  # an unknown name is told before anything runs
+        check_known(method)
     for corruption in options.corruptions:
         if corruption not in (*CORRUPTIONS, *VALIDATION_CORRUPTIONS):
             raise unknown("corruption", corruption, (*CORRUPTIONS, *VALIDATION_CORRUPTIONS))
@@ -282,74 +162,14 @@ def experiment_cells(name: str, options: Options) -> list[Cell]:
 
 
 def variant(text: str) -> tuple[str, str]:
-    """NAME=IMAGES as name and images; "r", "sketch" and "a" are ImageNet's."""
+    """Return name and images of NAME=IMAGES; "r", "sketch" and "a" are ImageNet's."""
     name, equals, images = text.partition("=")
     if not (name and equals and images):
         raise ValueError(f"--variant takes NAME=IMAGES, such as imagenet-r=FOLDER, not {text!r}")
     full = f"imagenet-{name.lower()}"
-    return (full if full in KINDS else name), images
-
-
-# --- sweeps
-
-
-def rates(method: str, factors: Sequence[float] = RATES) -> list[float]:
-    """A sweep's learning rates for a method: as many for each that has one."""
-    default = recipe_settings(method).get("lr")
-    return [] if default is None else [float(f"{default * factor:.3g}") for factor in factors]
-
-
-def sweep_cells(cells: Sequence[Cell]) -> list[Cell]:
-    """Every learning rate of everything that runs in `cells`, on the validation corruptions and images.
-
-    A rate for a long stream, mixed or never reset, is tried on one of the same kind and of as many domains, for which
-    the validation corruptions come again and again. What runs at several rates already is not swept.
-    """
-    asked: dict[Any, set[Any]] = {}
-    for cell in cells:
-        asked.setdefault(_contender(cell), set()).add(dict(cell.settings).get("lr"))
-    return [
-        Cell(
-            "sweep", method, domains, settings=(("lr", rate),), batch_size=size, mixed=mixed, reset=reset,
-            split="validation", training=training,
-        )
-        for (method, size, mixed, reset, long, training), found in asked.items()
-        if len(found) == 1
-        for domains in _validation(long)
-        for rate in rates(method)
-    ]  # fmt: skip
-
-
-def tuned(cells: Sequence[Cell], sweep: Sequence[Cell], records: Sequence[dict[str, Any]]) -> list[Cell]:
-    """The cells with the learning rates that did best, on average, in the records of the sweep's cells.
-
-    records: of each cell in turn, one for every stretch of its stream that has a domain of its own.
-    """
-    scores: dict[Any, dict[float, list[float]]] = {}
-    owners = [cell for cell in sweep for _ in range(1 if cell.mixed else len(cell.domains))]
-    for cell, record in zip(owners, records, strict=True):
-        scores.setdefault(_contender(cell), {}).setdefault(dict(cell.settings)["lr"], []).append(record["top1"])
-    result = []
-    for cell in cells:
-        if tried := scores.get(_contender(cell)):
-            best = max(tried, key=lambda lr: sum(tried[lr]) / len(tried[lr]))
-            settings = tuple(sorted({**dict(cell.settings), "lr": best}.items()))
-            cell = dataclasses.replace(cell, settings=settings, chosen_from=tuple(tried))
-        result.append(cell)
-    return result
-
-
-def _contender(cell: Cell) -> tuple[str, int, bool, str, int, Training | None]:
-    """The same for cells that share a learning rate."""
-    long = len(cell.domains) if cell.mixed or cell.reset == "never" else 1
-    return cell.method, cell.batch_size, cell.mixed, cell.reset, long, cell.training
-
-
-def _validation(long: int) -> list[tuple[str, ...]]:
-    """The domains of the streams to try rates on: one corruption each, or so many in one."""
-    if long == 1:
-        return [(name,) for name in VALIDATION_CORRUPTIONS]
-    return [tuple(islice(cycle(VALIDATION_CORRUPTIONS), long))]
+    if full in KINDS:
+        name = full
+    return name, images
 
 
 # --- building blocks: a stream is a dict of a cell's fields
@@ -366,31 +186,32 @@ def _named(sets: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
 def _cells(
     experiment: str, o: Options, streams: Sequence[dict[str, Any]], methods: Sequence[str] = (), **more: Any
 ) -> list[Cell]:
-    def settings(method: str, name: str) -> tuple[tuple[str, Any], ...]:
-        special = name in TRADE_OFF and "trade_off" in recipe_settings(method)
-        return (("trade_off", TRADE_OFF[name]),) if special else ()
+    found = []
+    for stream in streams:
+        fields = {"batch_size": o.batch_size, **stream, **more}
+        for seed in range(o.seeds):
+            for method in methods or o.methods:
+                settings = _paper_settings(method, stream["domains"][0])
+                found.append(Cell(experiment, method, seed=seed, settings=settings, **fields))
+    return found
 
-    return [
-        Cell(
-            experiment, method, seed=seed, settings=settings(method, stream["domains"][0]),
-            **{"batch_size": o.batch_size, **stream, **more},
-        )
-        for stream in streams
-        for seed in range(o.seeds)
-        for method in methods or o.methods
-    ]  # fmt: skip
+
+def _paper_settings(method: str, domain: str) -> tuple[tuple[str, Any], ...]:
+    if domain in TRADE_OFF and takes_trade_off(method):
+        return (("trade_off", TRADE_OFF[domain]),)
+    return ()
 
 
 def _trained(experiment: str, o: Options, trainings: Sequence[Training]) -> list[Cell]:
-    """MGTTA with each generator, on the corruptions and, as the paper adds -R, the first data set that is named."""
+    """Return cells of MGTTA with each generator, on the corruptions and, as the paper adds -R, the first data set."""
     streams = [*_corrupted(o.corruptions), *_named(o.variants[:1])]
     return [cell for training in trainings for cell in _cells(experiment, o, streams, ["mgtta"], training=training)]
 
 
 def _alone(experiment: str, o: Options) -> list[Cell]:
     stream = {"domains": tuple(o.corruptions), "alone": True}
-    limited = [(m, k) for m in o.methods for k in o.below(LIMITED.get(m, ()))]
-    return [
-        *_cells(experiment, o, [stream]),
-        *(cell for m, k in limited for cell in _cells(experiment, o, [stream], [m], max_updates=k)),
-    ]
+    found = _cells(experiment, o, [stream])
+    for method in o.methods:
+        for k in o.below(LIMITED.get(method, ())):
+            found += _cells(experiment, o, [stream], [method], max_updates=k)
+    return found

@@ -1,4 +1,4 @@
-"""What a run reads from disk: whether it still is what it was, and whether test images are kept apart from others."""
+"""What a run reads from disk: is it unchanged, and are test images kept apart from others."""
 
 import hashlib
 import os
@@ -7,34 +7,40 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mgtta.bench.experiments import Cell, Setup
+from mgtta.bench.cells import Cell, Setup
 from mgtta.data.shards import expand, is_tar
 from mgtta.models.loading import load_model
 
-FILES = 1000  # of a folder, by whose names and sizes it is known
-CONTENT = 2**24  # bytes up to which a file is known by what is in it
+FILES = 1000  # of a folder, whose names and sizes are hashed
+CONTENT_BYTES = 2**24  # a file up to this size is hashed by its content
 
 
 def seen(setup: Setup, cells: Iterable[Cell]) -> dict[str, str]:
-    """Each option that names something on this disk, and what it names -> a hash of what is there."""
+    """Return a hash for each option that names something on this disk, keyed by the option and the name."""
     named = {
-        ("--data", setup.data), ("--validation", setup.validation), ("--source", setup.source),
-        ("--generator", setup.generator), *(("--variant", cell.data) for cell in cells),
-    }  # fmt: skip
+        ("--data", setup.data),
+        ("--validation", setup.validation),
+        ("--source", setup.source),
+        ("--generator", setup.generator),
+    }
+    named |= {("--variant", cell.data) for cell in cells}
     found = {f"{option} {name}": _glance(name) for option, name in named if name is not None}
     return {key: value for key, value in sorted(found.items()) if value is not None}
 
 
 def check_unchanged(protocols: list[dict[str, Any]], setup: Setup, cells: Iterable[Cell], path: Path) -> None:
-    """Records go by names; what these stand for must not have changed since."""
+    """Raise an error if what the options name has changed since the records were made: records go by names."""
     now = seen(setup, cells)
     for protocol in protocols:
         for key, value in (protocol.get("inputs") or {}).items():
             if now.get(key, value) != value:
                 raise ValueError(f"{path} has records of another {key}, which has changed since: take another --out")
     same = [p for p in protocols if (p["model"], p["checkpoint"]) == (setup.model, setup.checkpoint)]
-    weights = load_model(setup.model, setup.checkpoint, **setup.head).fingerprint() if same else None
-    if other := next((p["weights"] for p in same if p["weights"] != weights), None):
+    if not same:
+        return
+    weights = load_model(setup.model, setup.checkpoint, **setup.head).fingerprint()
+    other = next((p["weights"] for p in same if p["weights"] != weights), None)
+    if other:
         name = setup.checkpoint or setup.model
         raise ValueError(
             f"{path} has records of {name} with other weights ({other}, now {weights}): take another --out"
@@ -42,13 +48,13 @@ def check_unchanged(protocols: list[dict[str, Any]], setup: Setup, cells: Iterab
 
 
 def check_apart(data: str | None, validation: str | None) -> None:
-    """Refuse test images that are validation images, whatever they are called."""
+    """Reject test images that are also the validation images, whatever their names."""
     if data is not None and validation is not None and _places(data) & _places(validation):
         raise ValueError("the validation images are the test images: name others, or none")
 
 
 def _glance(name: str) -> str | None:
-    """A hash of a file's content; of a larger one, or of a folder or tars, that of the first names and sizes."""
+    """Return a hash of a file's content; for a large file, a folder or tars, a hash of the first names and sizes."""
     files = list(islice(_files(name), FILES))
     if not files:
         return None
@@ -56,14 +62,14 @@ def _glance(name: str) -> str | None:
     for file in files:
         size = os.path.getsize(file)
         digest.update(f"{os.path.relpath(file, os.path.dirname(files[0]))} {size}".encode())
-        if len(files) == 1 and size <= CONTENT:
+        if len(files) == 1 and size <= CONTENT_BYTES:
             digest.update(Path(file).read_bytes())
     return digest.hexdigest()[:16]
 
 
 def _files(name: str) -> Iterator[str]:
     if is_tar(name):
-        yield from filter(os.path.isfile, expand(name))  # URLs are none
+        yield from filter(os.path.isfile, expand(name))  # not URLs
     elif os.path.isfile(name):
         yield name
     for folder, below, names in os.walk(os.path.expanduser(name)):
@@ -72,4 +78,5 @@ def _files(name: str) -> Iterator[str]:
 
 
 def _places(name: str) -> set[Path]:
-    return {Path(each).expanduser().resolve() for each in (expand(name) if is_tar(name) else [name])}
+    names = expand(name) if is_tar(name) else [name]
+    return {Path(each).expanduser().resolve() for each in names}

@@ -8,7 +8,7 @@ from typing import Any
 from rich.progress import TaskID, TextColumn
 
 from mgtta._lib.bars import progress_bar
-from mgtta.bench.experiments import Cell
+from mgtta.bench.cells import Cell
 from mgtta.bench.resources import Watch
 from mgtta.evaluation.record import Record
 

@@ -9,13 +9,20 @@ ACTIONS = ("rollback", "slow", "source", "pause")  # as in mgtta.adaptation.guar
 
 
 def guard_words(records: Iterable[Mapping[str, Any]]) -> str:
-    """A sentence on the alarms in these records, by method and domain, after a space; empty where there are none."""
+    """Return a sentence on the alarms by method and domain, after a space; empty where there are none."""
     parts = []
     for record in records:
-        events = record.get("events")
-        known = [e.get("action") for e in events if isinstance(e, Mapping)] if isinstance(events, list) else []
-        counts = Counter(action for action in known if action in ACTIONS)
+        counts = _actions(record.get("events"))
         if counts:
             where = re.sub(r"[^\w .:/-]", "?", f"{record.get('method')} on {record.get('domain')}")
             parts.append(f"{where}: {', '.join(f'{n} x {action}' for action, n in counts.items())}")
-    return f" The guard acted ({'; '.join(parts)})." if parts else ""
+    if not parts:
+        return ""
+    return f" The guard acted ({'; '.join(parts)})."
+
+
+def _actions(events: Any) -> Counter[str]:
+    if not isinstance(events, list):
+        return Counter()
+    found = (event.get("action") for event in events if isinstance(event, Mapping))
+    return Counter(action for action in found if action in ACTIONS)

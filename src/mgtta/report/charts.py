@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mgtta.report.summary import MEAN, Record, Section, as_number, label, milliseconds, unique
+from mgtta.report.summary import MEAN, Figure, Record, Section, as_number, label, milliseconds, unique
 
 Style = dict[str, dict[str, Any]]
 
-POINTS = 200  # of a curve, at most
+POINTS = 200  # most of a curve
 TICKS = 7  # on a logarithmic axis, about
-# apart on white and on black, and for most eyes; the two that all others are compared with are always the same
+# distinct on white and on black, and for most eyes; the two that others are compared with are always the same
 COLOURS = {"noadapt": "#8a8f98", "mgtta": "#d1602a"}
 PALETTE = ("#0a7cc4", "#159d74", "#b7609a", "#a8810c", "#7a6fd0", "#2ba6b8", "#c2475a", "#5f8f2f")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -29,7 +29,7 @@ class Looks:
 
     @classmethod
     def of(cls, found: Sequence[Section]) -> "Looks":
-        """Of all methods of a page: those in most sections come first, and are told apart by colour alone."""
+        """Return the looks of all methods of a page: those in most sections come first, and differ by colour."""
         methods = Counter(m for section in found for m in unique(section.rows.values()) if m not in COLOURS)
         others = [method for method, _ in methods.most_common()]
         return cls(
@@ -38,7 +38,7 @@ class Looks:
         )
 
     def styles(self, section: Section) -> dict[str, Style]:
-        """Row -> its line and marker; a method's first row looks the same in every section."""
+        """Return each row's line and marker; a method's first row looks the same in every section."""
         styles: dict[str, Style] = {}
         for row, method in section.rows.items():
             before = sum(section.rows[other] == method for other in styles)
@@ -49,29 +49,37 @@ class Looks:
 
 
 def charts(section: Section, looks: Looks) -> dict[str, dict[str, Any]]:
+    """Return the section's charts by name."""
     styles = looks.styles(section)
     found = {
         "axis": _axis_chart(section, styles),
         "curve": _curve_chart(section, styles),
-        "runtime": _cost_chart(section, styles, "Accuracy against runtime", "milliseconds an image",
-                               timed(section.shared), milliseconds),
-        "memory": _cost_chart(section, styles, "Accuracy against memory", "GB of GPU memory at most",
-                              section.records, gigabytes),
+        "runtime": _cost_chart(section, styles, RUNTIME, timed(section.shared)),
+        "memory": _cost_chart(section, styles, MEMORY, section.records),
         "reliability": _reliability_chart(section, styles),
-    }  # fmt: skip
+    }
     return {name: chart for name, chart in found.items() if chart is not None}
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What accuracy is drawn against."""
+
+    title: str
+    axis: str
+    of: Callable[[Sequence[Record]], float | None]
+
+
 def _axis_chart(section: Section, styles: dict[str, Style]) -> dict[str, Any] | None:
-    """Accuracy by what the experiment varies: budgets, rates, sizes."""
+    """Return accuracy by what the experiment varies: budgets, rates, sizes."""
     if section.axis == "domain":
         return None
     traces = []
     for row, cells in section.figures().items():
         there = [c for c in section.columns if c in cells and c != "inf"]
         numeric = all(as_number(c)[0] < float("inf") for c in there)
-        trace = _trace(row, styles[row], [float(c) if numeric else _plain(c) for c in there],
-                       [cells[c].mean for c in there])  # fmt: skip
+        x = list(map(float if numeric else _plain, there))
+        trace = _trace(row, styles[row], x, [cells[c].mean for c in there])
         if any(cells[c].std is not None for c in there):
             trace["error_y"] = {"type": "data", "array": [cells[c].std or 0 for c in there], "thickness": 1}
         traces.append({**trace, "mode": "lines+markers"})
@@ -86,8 +94,9 @@ def _axis_chart(section: Section, styles: dict[str, Style]) -> dict[str, Any] | 
 
 
 def _apart(numbers: list[float]) -> list[float]:
-    """Those that leave room for each other on a logarithmic axis."""
-    least, shown = (numbers[-1] / numbers[0]) ** (1 / TICKS), numbers[:1]
+    """Return numbers that leave room for each other on a logarithmic axis."""
+    least = (numbers[-1] / numbers[0]) ** (1 / TICKS)
+    shown = numbers[:1]
     for x in numbers[1:]:
         if x >= 0.999 * least * shown[-1]:
             shown.append(x)
@@ -95,34 +104,44 @@ def _apart(numbers: list[float]) -> list[float]:
 
 
 def _curve_chart(section: Section, styles: dict[str, Style]) -> dict[str, Any] | None:
-    """Accuracy over batches so far: the mean over domains and seeds, and each domain for the page's menu."""
+    """Return accuracy over batches so far: the mean over domains and seeds, and each domain for the page's menu."""
     if section.axis != "domain":
         return None
-    continual = all(r.get("reset") == "never" for r in section.records) and len(section.domains) > 1
-    views: dict[str, list[dict[str, Any]]] = {}
-    choices = {
-        "all domains": set(section.domains),
-        **({} if len(section.domains) == 1 else {d: {d} for d in section.domains}),
-    }
-    for choice, domains in {"all domains": set(section.domains)}.items() if continual else choices.items():
-        traces = []
-        for row in section.rows:
-            mine = [r for r in section.shared if section.names[id(r)] == row]
-            chosen = [r for r in mine if r["domain"] in domains and _labelled(r)]
-            if continual:  # one long stream a seed
-                chosen = [_joined([r for r in chosen if r["seed"] == s]) for s in unique(r["seed"] for r in chosen)]
-            if chosen:
-                xs, ys = running_accuracy(chosen)
-                traces.append({**_trace(row, styles[row], xs, ys), "mode": "lines" if len(xs) > 1 else "markers"})
+    several = len(section.domains) > 1
+    continual = several and all(r.get("reset") == "never" for r in section.records)
+    choices = {"all domains": set(section.domains)}
+    if several and not continual:
+        choices |= {domain: {domain} for domain in section.domains}
+    views = {}
+    for choice, domains in choices.items():
+        traces = _curves(section, styles, domains, continual)
         if traces:
             views[choice] = traces
     if not views:
         return None
-    first, *_ = views.values()
-    batches = max(trace["x"][-1] for trace in first)
-    axis = {"title": {"text": "batch"}, "tickformat": ",d", **({"dtick": 1} if batches <= 10 else {})}
+    first, *others = views.values()
+    axis: dict[str, Any] = {"title": {"text": "batch"}, "tickformat": ",d"}
+    if max(trace["x"][-1] for trace in first) <= 10:
+        axis["dtick"] = 1
     chart = _chart("Accuracy so far, over batches", first, axis, "accuracy, %")
-    return {**chart, "views": views if len(views) > 1 else {}, "layout": {**chart["layout"], "hovermode": "x unified"}}
+    chart["layout"]["hovermode"] = "x unified"
+    if others:
+        chart["views"] = views
+    return chart
+
+
+def _curves(section: Section, styles: dict[str, Style], domains: set[str], continual: bool) -> list[dict[str, Any]]:
+    traces = []
+    for row in section.rows:
+        mine = [r for r in section.shared if section.names[id(r)] == row]
+        chosen = [r for r in mine if r["domain"] in domains and _labelled(r)]
+        if continual:  # one long stream a seed
+            chosen = [_joined([r for r in chosen if r["seed"] == s]) for s in unique(r["seed"] for r in chosen)]
+        if chosen:
+            xs, ys = running_accuracy(chosen)
+            mode = "lines" if len(xs) > 1 else "markers"
+            traces.append({**_trace(row, styles[row], xs, ys), "mode": mode})
+    return traces
 
 
 def _labelled(record: Record) -> bool:
@@ -134,13 +153,15 @@ def _joined(records: Sequence[Record]) -> Record:
 
 
 def running_accuracy(records: Sequence[Record]) -> tuple[list[int], list[float]]:
-    """Batch numbers, and accuracy of all predictions up to each in percent, the mean over records that reach it."""
+    """Return batch numbers, and the accuracy in percent of all predictions up to each, the mean over records."""
     curves = []
     for record in records:
-        hits = seen = 0
+        hits = 0
+        seen = 0
         curve = []
         for right, size in zip(record["curve"], record["sizes"], strict=True):
-            hits, seen = hits + right, seen + size
+            hits += right
+            seen += size
             curve.append(100 * hits / seen)
         curves.append(curve)
     length = min(map(len, curves))
@@ -150,7 +171,7 @@ def running_accuracy(records: Sequence[Record]) -> tuple[list[int], list[float]]
 
 
 def timed(records: Sequence[Record]) -> list[Record]:
-    """Those that had their device to themselves while the clock ran, of the device that has most of them."""
+    """Return the records that had their device to themselves while the clock ran, of the most frequent device."""
     devices: dict[str | None, list[Record]] = {}
     for record in records:
         if record.get("alone") or record.get("max_seconds") is not None:
@@ -159,43 +180,62 @@ def timed(records: Sequence[Record]) -> list[Record]:
 
 
 def gigabytes(records: Sequence[Record]) -> float | None:
+    """Return the peak of GPU memory; None without any."""
     memory = [r["peak_memory"] for r in records if r.get("peak_memory")]
-    return max(memory) / 1e9 if memory else None
+    if not memory:
+        return None
+    return max(memory) / 1e9
+
+
+RUNTIME = Cost("Accuracy against runtime", "milliseconds per image", milliseconds)
+MEMORY = Cost("Accuracy against memory", "peak GB of GPU memory", gigabytes)
 
 
 def _cost_chart(
-    section: Section,
-    styles: dict[str, Style],
-    title: str,
-    axis: str,
-    records: Sequence[Record],
-    cost: Callable[[Sequence[Record]], float | None],
+    section: Section, styles: dict[str, Style], cost: Cost, records: Sequence[Record]
 ) -> dict[str, Any] | None:
-    """Accuracy against what it costs: a point for each row, or for each of its batch sizes."""
+    """Return accuracy against what it costs: a point for each row, or for each of its batch sizes."""
     if section.axis not in ("domain", "batch_size"):
         return None
-    mean = MEAN if len(section.domains) > 1 else section.domains[0]
     traces: list[dict[str, Any]] = []
     for row, cells in section.figures("top1").items():
-        points = []
-        for column in [None] if section.axis == "domain" else section.columns:
-            mine = [r for r in records if section.names[id(r)] == row and column in (None, section.column(r))]
-            x, y = cost(mine), cells.get(column or mean)
-            if x is not None and y is not None:
-                points.append((x, y, _plain(f"{section.axis_name} {column}") if column else ""))
+        points = _cost_points(section, [r for r in records if section.names[id(r)] == row], cost, cells)
         if points:
             xs, ys, texts = zip(*points, strict=True)
             trace = _trace(row, styles[row], list(xs), [y.mean for y in ys])
             trace["marker"] = {**trace["marker"], "size": 11}
             trace["error_y"] = {"type": "data", "array": [y.std or 0 for y in ys], "thickness": 1}
-            traces.append({**trace, "mode": "lines+markers" if len(points) > 1 else "markers", "text": texts})
+            trace["mode"] = "lines+markers" if len(points) > 1 else "markers"
+            trace["text"] = texts
+            traces.append(trace)
     if not traces:
         return None
-    return _chart(title, traces, {"title": {"text": axis}, "rangemode": "tozero"}, "accuracy, %")
+    return _chart(cost.title, traces, {"title": {"text": cost.axis}, "rangemode": "tozero"}, "accuracy, %")
+
+
+def _cost_points(
+    section: Section, records: Sequence[Record], cost: Cost, cells: dict[str, Figure]
+) -> list[tuple[float, Figure, str]]:
+    """Return the cost, the accuracy and the text of each point of a row."""
+    if section.axis == "domain":
+        mean = MEAN if len(section.domains) > 1 else section.domains[0]
+        groups = {mean: list(records)}
+    else:
+        groups = {column: [r for r in records if section.column(r) == column] for column in section.columns}
+    points = []
+    for column, mine in groups.items():
+        x = cost.of(mine)
+        y = cells.get(column)
+        text = ""
+        if section.axis != "domain":
+            text = _plain(f"{section.axis_name} {column}")
+        if x is not None and y is not None:
+            points.append((x, y, text))
+    return points
 
 
 def _reliability_chart(section: Section, styles: dict[str, Style]) -> dict[str, Any] | None:
-    """Accuracy within each bin of confidence, all domains and seeds together (Guo et al., ICML 2017)."""
+    """Return accuracy within each bin of confidence, all domains and seeds together (Guo et al., ICML 2017)."""
     if section.axis != "domain":
         return None
     traces = []
@@ -211,8 +251,14 @@ def _reliability_chart(section: Section, styles: dict[str, Style]) -> dict[str, 
         traces.append({**trace, "mode": "lines+markers", "text": texts})
     if not traces:
         return None
-    diagonal = {"x": [0, 1], "y": [0, 100], "mode": "lines", "name": "perfect", "hoverinfo": "skip",
-                "line": {"color": "#888888", "dash": "dot", "width": 1}}  # fmt: skip
+    diagonal = {
+        "x": [0, 1],
+        "y": [0, 100],
+        "mode": "lines",
+        "name": "perfect",
+        "hoverinfo": "skip",
+        "line": {"color": "#888888", "dash": "dot", "width": 1},
+    }
     axis = {"title": {"text": "confidence"}, "range": [0, 1.02], "tickformat": ".0%"}
     return _chart("Reliability", [diagonal, *traces], axis, "accuracy, %")
 
@@ -232,5 +278,5 @@ def _chart(title: str, traces: list[dict[str, Any]], x: dict[str, Any], y: str) 
 
 
 def _plain(text: str) -> str:
-    """Text for Plotly, which would take some HTML for markup."""
+    """Return text for Plotly, which would take some HTML for markup."""
     return html.escape(text, quote=False)

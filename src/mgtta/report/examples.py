@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mgtta._lib.shipped import shipped
 from mgtta.adaptation.wrapper import Adapting
-from mgtta.bench.experiments import EMBEDDED
 from mgtta.data.cache import Held, Room
 from mgtta.data.glyphs import CLASSES, Glyphs
 from mgtta.data.streams import Batch, corrupted, stream
@@ -23,7 +22,8 @@ from mgtta.models.loading import load_model
 from mgtta.models.source import load_source
 from mgtta.report.summary import Record, unique
 
-CHARACTERS = "rendered characters"  # what bench calls the embedded data
+EMBEDDED = "glyphs_vit"  # the model that comes with the package
+CHARACTERS = "rendered characters"  # the name of its images in records
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Example:
 
 
 def embedded_examples(records: Sequence[Record], domains: int = 2, images: int = 96) -> list[Example]:
-    """Characters with predictions of the embedded model as it is and adapted, where the records are of these two.
+    """Return characters with predictions before and after adaptation, if the records are of the embedded model.
 
-    The method is MGTTA if it is among the records; the domains are those in which its accuracy differs most from
-    NoAdapt's, up or down. It adapts to `images` images as the records' protocol says; of the batch after these up to
-    one image is taken that it sets right, one that it spoils, and one that stays as it was.
+    The method is MGTTA if it is among the records. The domains are those in which its accuracy differs most from
+    NoAdapt's, up or down. It adapts to `images` images by the records' protocol. Of the next batch there is up to one
+    image that it corrects, one that it spoils, and one of which neither is true.
     """
     own = [r for r in records if r["experiment"] == "corruptions" and _reproducible(r.get("protocol") or {})]
     methods = sorted({r["method"] for r in own} - {"noadapt"}, key=lambda m: (m != "mgtta", m))
@@ -74,10 +74,13 @@ def embedded_examples(records: Sequence[Record], domains: int = 2, images: int =
 
 
 def _reproducible(protocol: dict[str, Any]) -> bool:
-    """Whether the records' model, images and generator are at hand."""
-    model, weights, data, generator = map(protocol.get, ("model", "checkpoint", "data", "generator"))
-    embedded = (model, weights, data) == (EMBEDDED, None, CHARACTERS)
-    return embedded and (generator is None or generator in shipped("generators") or Path(generator).is_file())
+    """Return whether the records' model, images and generator are available here."""
+    if protocol.get("model") != EMBEDDED or protocol.get("checkpoint") is not None:
+        return False
+    if protocol.get("data") != CHARACTERS:
+        return False
+    generator = protocol.get("generator")
+    return generator is None or generator in shipped("generators") or Path(generator).is_file()
 
 
 def _method(like: Record, model: Classifier) -> Adapting:
@@ -90,7 +93,7 @@ def _method(like: Record, model: Classifier) -> Adapting:
 
 
 def _most_changed(records: Sequence[Record], method: str) -> list[str]:
-    """The method's domains, those first in which its accuracy lies farthest from NoAdapt's."""
+    """Return the method's domains, those first in which its accuracy differs most from NoAdapt's."""
     top1 = {(r["method"], r["domain"]): r["top1"] or 0.0 for r in records}
     names = unique(r["domain"] for r in records if r["method"] == method)
     return sorted(names, key=lambda d: -abs(top1[method, d] - top1.get(("noadapt", d), top1[method, d])))
@@ -98,8 +101,9 @@ def _most_changed(records: Sequence[Record], method: str) -> list[str]:
 
 def _examples(method: str, domain: str, clean: Held, batch: Batch, before: Tensor, after: Tensor) -> list[Example]:
     labels = torch.as_tensor(batch.y)
-    was, now = before.argmax(1).eq(labels), after.argmax(1).eq(labels)
-    kinds = (~was & now, was & ~now, was == now)  # set right, spoiled, as it was
+    was = before.argmax(1).eq(labels)
+    now = after.argmax(1).eq(labels)
+    kinds = (~was & now, was & ~now, was == now)  # corrected, spoiled, neither
 
     def prediction(logits: Tensor, i: int) -> Prediction:
         confidence, k = logits[i].softmax(0).max(0)
@@ -120,7 +124,7 @@ def _examples(method: str, domain: str, clean: Held, batch: Batch, before: Tenso
 
 
 def data_uri(image: Tensor) -> str:
-    """An image (3, H, W), uint8 or float in [0, 1], as a PNG that a page can hold."""
+    """Return an image (3, H, W), uint8 or float in [0, 1], as a PNG that a page can hold."""
     if image.is_floating_point():
         image = (255 * image.clamp(0, 1)).round().to(torch.uint8)
     buffer = io.BytesIO()

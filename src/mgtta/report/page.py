@@ -1,8 +1,8 @@
-"""Sections as one self-contained HTML page: no network, opens from disk.
+"""Sections as one HTML page that needs no other file and no network.
 
 All text from records reaches the page through Jinja's autoescape or, within charts and scripts, through
-`charts._plain` and `tojson`; the page's policy lets no script run but its own two, which it names by their hashes, and
-loads nothing.
+`charts._plain` and `tojson`. The page's policy loads nothing, and runs only the page's own two scripts, which it names
+by their hashes.
 """
 
 import base64
@@ -25,13 +25,14 @@ from mgtta.report.published import beside, published
 from mgtta.report.summary import COSTS, MEAN, Record, Section, label, milliseconds, unique
 from mgtta.report.words import bold, decimals, footing_words, headline, interval, notes, printed, short, signed
 
-LINES = 300  # characters of an entry of the protocol that are in sight
+SHOWN_CHARACTERS = 300  # of an entry of the protocol; the rest is folded
 
 
 def page(found: Sequence[Section], examples: Sequence[Example] = (), title: str = "Test-time adaptation") -> str:
-    """The page of the sections."""
+    """Return the page of the sections."""
     folder = resources.files("mgtta.report")
-    script, style = (folder.joinpath(f"page.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
+    script = folder.joinpath("page.js").read_text(encoding="utf-8")
+    style = folder.joinpath("page.css").read_text(encoding="utf-8")
     library = get_plotlyjs()
     looks = Looks.of(found)
     drawn: dict[str, Any] = {}
@@ -50,10 +51,19 @@ def page(found: Sequence[Section], examples: Sequence[Example] = (), title: str 
     )
     template = environment.from_string(folder.joinpath("page.html").read_text(encoding="utf-8"))
     return template.render(
-        title=title, policy=policy, library=library, script=script, style=style, charts=drawn, sections=shown,
-        examples=list(examples), paper=published()["paper"], paper_notes=published()["notes"],
-        version=__version__, made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-    )  # fmt: skip
+        title=title,
+        policy=policy,
+        library=library,
+        script=script,
+        style=style,
+        charts=drawn,
+        sections=shown,
+        examples=list(examples),
+        paper=published()["paper"],
+        paper_notes=published()["notes"],
+        version=__version__,
+        made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    )
 
 
 def _hash(script: str) -> str:
@@ -92,11 +102,17 @@ def _shown(section: Section, name: str, charts: list[str]) -> dict[str, Any]:
 
 
 def _more(section: Section) -> list[dict[str, Any]]:
-    """Top-5, ECE, milliseconds an image and gigabytes, where any row has them: over what all rows have in common, in
-    the last column where columns are no domains; nothing of learning rates."""
-    last, clock = section.last, section.at_last(timed(section.shared))
-    columns = [
-        *([("top-1", last, _mean_of("top1"), "%.1f")] if section.experiment in COSTS else []),
+    """Return top-5, ECE, milliseconds per image and gigabytes, where any row has them.
+
+    They are over the records that all rows have in common; where columns are not domains, over the last column. There
+    are none for learning rates.
+    """
+    last = section.last
+    clock = section.at_last(timed(section.shared))
+    columns: list[tuple[str, list[Record], Callable[[Sequence[Record]], float | None], str]] = []
+    if section.experiment in COSTS:
+        columns.append(("top-1", last, _mean_of("top1"), "%.1f"))
+    columns += [
         ("top-5", last, _mean_of("top5"), "%.1f"),
         ("ECE", last, _mean_of("ece"), "%.1f"),
         ("ms/image", clock, milliseconds, "%.2f"),
@@ -107,37 +123,45 @@ def _more(section: Section) -> list[dict[str, Any]]:
     for name, records, figure, spec in columns:
         values = {row: figure([r for r in records if section.names[id(r)] == row]) for row in section.rows}
         if any(value is not None for value in values.values()):
-            at = "" if section.axis == "domain" else f" at {short(section.column(records[0]))}"
-            found.append({"name": name + at, "values": values, "spec": spec})
+            if section.axis != "domain":
+                name += f" at {short(section.column(records[0]))}"
+            found.append({"name": name, "values": values, "spec": spec})
     return found
 
 
 def _mean_of(key: str) -> Callable[[Sequence[Record]], float | None]:
     def mean(records: Sequence[Record]) -> float | None:
         known = [r[key] for r in records if r.get(key) is not None]
-        return statistics.mean(known) if known else None
+        if not known:
+            return None
+        return statistics.mean(known)
 
     return mean
 
 
 def _events(section: Section) -> list[dict[str, Any]]:
-    """Where the guard held a method back: batches predicted but not learned from."""
+    """Return where a method skipped batches: it predicted them, and did not learn from them."""
     return [
-        {"row": section.names[id(r)], "domain": r["domain"], "seed": r["seed"], "skipped": r["skipped"],
-         "batches": r.get("batches")}
-        for r in section.records
-        if r.get("skipped")
-    ]  # fmt: skip
+        {
+            "row": section.names[id(record)],
+            "domain": record["domain"],
+            "seed": record["seed"],
+            "skipped": record["skipped"],
+            "batches": record.get("batches"),
+        }
+        for record in section.records
+        if record.get("skipped")
+    ]
 
 
 def _protocol(section: Section) -> list[tuple[str, str, list[str]]]:
-    """Each entry of the protocols, and the settings, with all the values that occur: some lines, and the rest."""
+    """Return each entry of the protocols, and the settings, with all values: those that are shown, and the rest."""
     entries: dict[str, list[str]] = {}
     for record in section.records:
         settings = ", ".join(f"{k} {label(v)}" for k, v in (record.get("settings") or {}).items())
         facts: dict[str, Any] = {
             **{k: v for k, v in (record.get("protocol") or {}).items() if k != "command"},
-            "images of a domain": record["images"],
+            "images per domain": record["images"],
             **{k.replace("_", " "): record.get(k) for k in ("batch_size", "severity", "reset", "mixed", "split")},
             "seed": record["seed"],
             "settings": f"{section.names[id(record)]}: {settings}" if settings else None,
@@ -149,9 +173,9 @@ def _protocol(section: Section) -> list[tuple[str, str, list[str]]]:
 
 
 def _some(values: list[str]) -> tuple[str, list[str]]:
-    """What goes into some lines, the first value in any case, and the rest."""
+    """Return what fits into some lines, at least the first value, and the rest."""
     ends = accumulate(len(value) + 2 for value in values)
-    n = max(1, sum(end <= LINES for end in ends))
+    n = max(1, sum(end <= SHOWN_CHARACTERS for end in ends))
     return "; ".join(values[:n]), values[n:]
 
 
@@ -160,4 +184,6 @@ def _words(fact: Any) -> str:
         return ", ".join(f"{k} {_words(v)}" for k, v in fact.items())
     if isinstance(fact, list):
         return ", ".join(map(_words, fact))
-    return {True: "yes", False: "no"}.get(fact, label(fact)) if isinstance(fact, bool) else label(fact)
+    if isinstance(fact, bool):
+        return "yes" if fact else "no"
+    return label(fact)

@@ -25,12 +25,12 @@ class Difference:
 
 
 def differences(section: Section) -> list[Difference]:
-    """Every row against NoAdapt and against MGTTA, paired over domain and seed; for columns of an experiment's own,
-    in each of them.
+    """Return every row's difference from NoAdapt and from MGTTA, paired over domain and seed.
 
-    The interval is Student's, at 95 %, over domains, each the mean over its seeds, since seeds of one domain are not
-    independent of each other; with one domain it is over seeds. One pair has none. Learning rates are not compared:
-    the same one means little to two methods; nor are costs.
+    Where columns are not domains, there is one for each column. The interval is Student's, at 95 %, over domains, each
+    the mean over its seeds, since seeds of one domain are not independent of each other; with one domain it is over
+    seeds. One pair has no interval. Learning rates are not compared, since the same one means little to two methods;
+    nor are costs.
     """
     found: list[Difference] = []
     if section.axis == "lr" or section.experiment in COSTS:
@@ -68,23 +68,33 @@ def _difference(row: str, column: str, against: str, pairs: dict[tuple[str, int]
 
 @cache
 def t_quantile(df: int, confidence: float = 0.95) -> float:
-    """t with P(|T| < t) = confidence for Student's T with `df` degrees of freedom."""
-    low, high = 0.0, 1.0
+    """Return t with P(|T| < t) = confidence for Student's T with `df` degrees of freedom."""
+    low = 0.0
+    high = 1.0
     while _t_within(high, df) < confidence:
         high *= 2
     for _ in range(80):
         middle = (low + high) / 2
-        low, high = (middle, high) if _t_within(middle, df) < confidence else (low, middle)
+        if _t_within(middle, df) < confidence:
+            low = middle
+        else:
+            high = middle
     return (low + high) / 2
 
 
 def _t_within(t: float, df: int) -> float:
-    """P(|T| < t), the finite sums of Abramowitz & Stegun, 26.7.3 and 26.7.4."""
+    """Return P(|T| < t), by the finite sums of Abramowitz & Stegun, 26.7.3 and 26.7.4."""
     theta = math.atan(t / math.sqrt(df))
-    sin, cos = math.sin(theta), math.cos(theta)
+    sin = math.sin(theta)
+    cos = math.cos(theta)
     odd = df % 2
-    total, term = 0.0, cos if odd else 1.0
+    total = 0.0
+    term = 1.0
+    if odd:
+        term = cos
     for k in range(1, df // 2 + 1):
         total += term
-        term *= cos**2 * (2 * k / (2 * k + 1) if odd else (2 * k - 1) / (2 * k))
-    return (theta + sin * total) * 2 / math.pi if odd else sin * total
+        term *= cos**2 * (2 * k - 1 + odd) / (2 * k + odd)
+    if odd:
+        return (theta + sin * total) * 2 / math.pi
+    return sin * total

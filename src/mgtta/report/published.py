@@ -14,7 +14,7 @@ from mgtta.report.words import chosen, many, tried
 
 @cache
 def published() -> dict[str, Any]:
-    """The paper's tables by experiment, method and column, each with its footing."""
+    """Return the paper's tables by experiment, method and column, each with its footing."""
     data = json.loads(resources.files("mgtta.report").joinpath("published.json").read_text(encoding="utf-8"))
     for table in data["tables"]:
         table["footing"] = {**data["footing"], **table["footing"]}
@@ -34,42 +34,43 @@ class Beside:
 
 
 def beside(section: Section) -> list[Beside]:
-    """The paper's tables of the section's experiment, for the methods that were measured."""
-    found = []
-    for table in published()["tables"]:
-        rows = {row: table["rows"][row] for row in section.rows if row in table["rows"]}
-        if table["experiment"] != section.experiment or not rows:
-            continue
-        if table["columns"] not in ("figure", section.axis) or not _same_data(section, table):
-            continue
-        measured = _costs(section) if table["columns"] == "figure" else section.figures()
-        all_15 = set(section.domains) == set(CORRUPTIONS)
-        if table["experiment"] == "ablation" and all_15:
-            measured = {row: {**cells, "imagenet-c": cells[MEAN]} for row, cells in measured.items() if MEAN in cells}
-        own = unique(column for row in rows.values() for column in row)
-        shared = [c for c in own if any(c in measured.get(row, {}) for row in rows)]
-        if table["columns"] == "domain" and set(own) - {MEAN} - set(section.domains):
-            shared = [c for c in shared if c != MEAN]  # a mean over other domains
-        if not shared:
-            continue
-        differs = footing_differs(section.records, table["footing"])
-        if table["columns"] != "domain" and table["footing"]["data"] == "ImageNet-C" and not all_15:
-            differs.insert(0, f"the means are over {many(len(section.domains), 'domain')}, the paper's over 15")
-        if "seconds" in shared:
-            sizes = ", ".join(f"{n:,}" for n in unique(record["images"] for record in section.records))
-            differs.insert(0, f"the seconds measured are those for {sizes} images, scaled up to the paper's 50,000")
-        mine = {row: cells for row, cells in measured.items() if row in rows}
-        found.append(Beside(table["table"], table["footing"], shared, mine, rows, differs))
-    return found
+    """Return the paper's tables of the section's experiment, for the methods that were measured."""
+    tables = [table for table in published()["tables"] if table["experiment"] == section.experiment]
+    found = [_beside(section, table) for table in tables if _same_data(section, table)]
+    return [table for table in found if table is not None]
+
+
+def _beside(section: Section, table: dict[str, Any]) -> Beside | None:
+    rows = {row: table["rows"][row] for row in section.rows if row in table["rows"]}
+    if table["columns"] not in ("figure", section.axis):
+        return None
+    measured = _costs(section) if table["columns"] == "figure" else section.figures()
+    all_15 = set(section.domains) == set(CORRUPTIONS)
+    if table["experiment"] == "ablation" and all_15:
+        measured = {row: {**cells, "imagenet-c": cells[MEAN]} for row, cells in measured.items() if MEAN in cells}
+    own = unique(column for row in rows.values() for column in row)
+    shared = [c for c in own if any(c in measured.get(row, {}) for row in rows)]
+    if table["columns"] == "domain" and set(own) - {MEAN} - set(section.domains):
+        shared = [c for c in shared if c != MEAN]  # a mean over other domains
+    if not shared:
+        return None
+    differs = footing_differs(section.records, table["footing"])
+    if table["columns"] != "domain" and table["footing"]["data"] == "ImageNet-C" and not all_15:
+        differs.insert(0, f"the means are over {many(len(section.domains), 'domain')}, the paper's over 15")
+    if "seconds" in shared:
+        sizes = ", ".join(f"{n:,}" for n in unique(record["images"] for record in section.records))
+        differs.insert(0, f"the seconds were measured for {sizes} images, and scaled to the paper's 50,000")
+    mine = {row: cells for row, cells in measured.items() if row in rows}
+    return Beside(table["table"], table["footing"], shared, mine, rows, differs)
 
 
 def _same_data(section: Section, table: dict[str, Any]) -> bool:
-    """Whether a table that the paper gives for several data sets is the one of the section's kind."""
+    """Return whether a table that the paper gives for several data sets is the one of the section's kind."""
     return (table["footing"]["data"] == "ImageNet-R") == (section.domains == ["imagenet-r"])
 
 
 def _costs(section: Section) -> dict[str, dict[str, Figure]]:
-    """Row -> accuracy, seconds for 50,000 images, and megabytes."""
+    """Return each row's accuracy, seconds for 50,000 images, and megabytes."""
     costs: dict[str, dict[str, Figure]] = {}
     accuracy = section.figures("top1")
     for row in section.rows:
@@ -80,12 +81,14 @@ def _costs(section: Section) -> dict[str, dict[str, Figure]]:
         if memory:
             cells["megabytes"] = Figure.of(memory)
         top1 = accuracy[row].get(MEAN if len(section.domains) > 1 else section.domains[0])
-        costs[row] = {**cells, **({"top1": top1} if top1 else {})}
+        if top1:
+            cells["top1"] = top1
+        costs[row] = cells
     return costs
 
 
 def footing_differs(records: Sequence[Record], paper: dict[str, Any]) -> list[str]:
-    """In words, all that is known to differ from, or cannot be checked against, a published table."""
+    """Return in words all that differs from a published table, or cannot be checked against it."""
     found = []
     protocol = records[0].get("protocol") or {}
     if not str(protocol.get("model")).startswith("vit_base_patch16_224"):
@@ -93,7 +96,7 @@ def footing_differs(records: Sequence[Record], paper: dict[str, Any]) -> list[st
     data = ", ".join(unique(map(images_of, records)))
     if not data.lower().replace("_", "-").rstrip("/").endswith("imagenet-c") or paper["data"] != "ImageNet-C":
         found.append(f"the data are {data}, the paper's {paper['data']}")
-    for key, name in (("images", "images of each domain"), ("batch_size", "batch size"), ("severity", "severity")):
+    for key, name in (("images", "images per domain"), ("batch_size", "batch size"), ("severity", "severity")):
         values = unique(record.get(key) for record in records)
         if paper.get(key) is not None and values != [paper[key]]:
             theirs = f"{paper[key]:,}" if isinstance(paper[key], int) else paper[key]
@@ -111,7 +114,8 @@ def footing_differs(records: Sequence[Record], paper: dict[str, Any]) -> list[st
     found.append(
         f"{many(len({record['seed'] for record in records}), 'seed')}; the paper does not state its own number"
     )
-    if swept := chosen(records):
+    swept = chosen(records)
+    if swept:
         names = ", ".join(unique(str(record["method"]) for record in swept))
         found.append(f"learning rates of {names}: each chosen from {tried(swept)} on the validation corruptions")
     if paper.get("device"):

@@ -10,7 +10,6 @@ from mgtta.report.words import (
     decimals,
     figure_words,
     footing_words,
-    headline,
     interval,
     notes,
     printed,
@@ -19,34 +18,63 @@ from mgtta.report.words import (
     signed,
 )
 
+MARKDOWN = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "\\|", "\n": " ", "\r": " "}
+LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "∞": r"$\infty$",
+    "−": "--",
+    "\n": " ",
+    "\r": " ",
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+}
+
 
 def markdown(records: Sequence[Record], figure: str | None = None) -> str:
-    """The tables of the records, one for each section: one row a method, one column a domain, and the mean. Each has
-    its title, where there are several, or where it does not show accuracy."""
+    """Return a table for each section of the records: one row a method, one column a domain, and the mean.
+
+    A table has its title if there are several tables, or if it does not show accuracy.
+    """
     found = sections(records)
     return "\n\n".join(_titled(section, figure, len(found) > 1) + _markdown_table(section, figure) for section in found)
 
 
 def _titled(section: Section, figure: str | None, several: bool) -> str:
-    words = "" if (figure or section.figure) == "top1" else f": {figure_words(figure or section.figure)}"
-    return f"{section.title}{words}\n\n" if several or words else ""
+    figure = figure or section.figure
+    if figure != "top1":
+        return f"{section.title}: {figure_words(figure)}\n\n"
+    if several:
+        return f"{section.title}\n\n"
+    return ""
 
 
 def _markdown_table(section: Section, figure: str | None = None) -> str:
     figures = section.figures(figure)
-    columns, marked = section.headings(figures), section.best(figures, figure)
+    columns = section.headings(figures)
+    marked = section.best(figures, figure)
+    figure = figure or section.figure
     lines = [_row(["method", *map(short, columns)]), "|---" * (len(columns) + 1) + "|"]
     for row, cells in figures.items():
-        texts = {c: _cell(cells.get(c), section.spread(c), "±", figure or section.figure) for c in columns}
-        lines.append(_row([row, *(f"**{text}**" if (row, c) in marked else text for c, text in texts.items())]))
+        texts = [row]
+        for column in columns:
+            text = _cell(cells.get(column), section.spread(column), "±", figure)
+            if (row, column) in marked:
+                text = f"**{text}**"
+            texts.append(text)
+        lines.append(_row(texts))
     return "\n".join(lines)
 
 
 def _cell(f: Figure | None, spread: bool, sign: str, figure: str) -> str:
     if f is None:
         return "–"
-    mean = decimals(f.mean, figure)
-    return f"{mean} {sign} {decimals(f.std, figure)}" if spread and f.std is not None else mean
+    text = decimals(f.mean, figure)
+    if spread and f.std is not None:
+        text += f" {sign} {decimals(f.std, figure)}"
+    return text
 
 
 def _row(cells: Iterable[str]) -> str:
@@ -54,55 +82,62 @@ def _row(cells: Iterable[str]) -> str:
 
 
 def _markdown(text: str) -> str:
-    """Text that stays text within a table's cell, bold aside."""
-    for character, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("\n", " "), ("\r", " ")):
+    """Return text that stays text within a table's cell, bold aside."""
+    for character, safe in MARKDOWN.items():
         text = text.replace(character, safe)
     return text
 
 
 def latex(records: Sequence[Record], figure: str | None = None) -> str:
-    """The same tables in LaTeX; they need the package booktabs."""
+    """Return the same tables in LaTeX; they need the package booktabs."""
     return "\n\n".join(_latex_table(section, figure) for section in sections(records))
 
 
 def _latex_table(section: Section, figure: str | None = None) -> str:
     figures = section.figures(figure)
-    columns, marked = section.headings(figures), section.best(figures, figure)
+    columns = section.headings(figures)
+    marked = section.best(figures, figure)
     figure = figure or section.figure
-    by = "" if section.axis == "domain" else f" by {section.axis_name}"
+    by = ""
+    if section.axis != "domain":
+        by = f" by {section.axis_name}"
     caption = _latex(f"{section.title}: {figure_words(figure)}{by}. {footing_words(section)}.{rates(section)}")
     lines = [
-        r"\begin{table}[t]", r"\centering", f"\\caption{{{caption}}}",
-        f"\\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule",
-        " & ".join(["method", *(_latex(short(c)) for c in columns)]) + r" \\", r"\midrule",
-    ]  # fmt: skip
+        r"\begin{table}[t]",
+        r"\centering",
+        f"\\caption{{{caption}}}",
+        f"\\begin{{tabular}}{{l{'r' * len(columns)}}}",
+        r"\toprule",
+        " & ".join(["method", *(_latex(short(c)) for c in columns)]) + r" \\",
+        r"\midrule",
+    ]
     for row, cells in figures.items():
-        texts = {c: _cell(cells.get(c), section.spread(c), r"$\pm$", figure) for c in columns}
-        bolds = (f"\\textbf{{{t}}}" if (row, c) in marked else t.replace("–", "--") for c, t in texts.items())
-        lines.append(" & ".join([_latex(row), *bolds]) + r" \\")
+        texts = [_latex(row)]
+        for column in columns:
+            text = _cell(cells.get(column), section.spread(column), r"$\pm$", figure).replace("–", "--")
+            if (row, column) in marked:
+                text = f"\\textbf{{{text}}}"
+            texts.append(text)
+        lines.append(" & ".join(texts) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"])
 
 
 def _latex(text: str) -> str:
-    special = {
-        "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "∞": r"$\infty$",
-        "−": "--", "<": r"\textless{}", ">": r"\textgreater{}", "\n": " ", "\r": " ",
-        **{c: f"\\{c}" for c in "&%$#_{}"},
-    }  # fmt: skip
-    return "".join(special.get(c, c) for c in text)
+    """Return text that LaTeX prints as it is."""
+    return "".join(LATEX.get(c, c) for c in text)
 
 
 def markdown_report(found: Sequence[Section]) -> str:
-    """All sections: summary, table, differences, published figures, protocol."""
+    """Return all sections: footing, table, differences, published figures, and the command to repeat them."""
     parts = ["# Report of mgtta", ""]
     for section in found:
         parts += [f"## {section.title}", "", _markdown(footing_words(section)), ""]
-        parts += [f"- {_markdown(words)}" for words in headline(section)] + [""]
         parts += [_markdown_table(section), "", f"{_markdown(notes(section))} {bold(section)}", ""]
         parts += _markdown_differences(section)
         for table in beside(section):
-            parts += [f"Published, Table {table.table}" if table.table[0].isdigit() else f"Published, {table.table}"]
-            parts += ["", "Not on the same footing: " + _markdown("; ".join(table.differs)) + ".", ""]
+            number = f"Table {table.table}" if table.table[0].isdigit() else table.table
+            differs = _markdown("; ".join(table.differs))
+            parts += [f"Published, {number}", "", f"Not on the same footing: {differs}.", ""]
             parts += [*_markdown_beside(table), ""]
         commands = unique((record.get("protocol") or {}).get("command") for record in section.records)
         parts += ["To repeat it:", "", *(f"    {str(c).replace(chr(10), ' ')}" for c in commands if c), ""]
@@ -130,5 +165,5 @@ def _markdown_beside(table: Beside) -> list[str]:
 
 
 def latex_report(found: Sequence[Section]) -> str:
-    """All sections' tables, to be included in a document."""
+    """Return all sections' tables, for use in a document."""
     return "% needs \\usepackage{booktabs}\n\n" + "\n\n".join(_latex_table(section) for section in found) + "\n"

@@ -1,12 +1,11 @@
-"""A folder of records as the three files of a report."""
+"""Write the three files of a report from a folder of records."""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from mgtta._lib.files import atomic
-from mgtta.bench.store import Store
-from mgtta.evaluation.record import checked
+from mgtta.evaluation.record import checked, complete_records
 from mgtta.report.examples import Example, embedded_examples
 from mgtta.report.page import page
 from mgtta.report.summary import sections
@@ -16,28 +15,29 @@ from mgtta.report.tables import latex_report, markdown_report
 def write_report(
     runs: str | os.PathLike, out: str | os.PathLike | None = None, *, examples: bool | Sequence[Example] = True
 ) -> Path:
-    """Write report.md, report.tex and report.html from a folder of records; gives the page's path.
+    """Write report.md, report.tex and report.html from a folder of records, and return the page's path.
 
     Args:
         runs: the folder that `mgtta bench` wrote.
-        out: where to; the same folder unless given.
-        examples: images for the page. True renders some where the records are of the embedded data and model, which
+        out: the folder of the report; by default the same one.
+        examples: images for the page. True renders some if the records are of the embedded data and model, which
             takes some seconds.
     """
     folder = Path(runs)
-    if not (folder / "records.jsonl").is_file():
+    path = folder / "records.jsonl"
+    if not path.is_file():
         raise FileNotFoundError(f"no records in {folder}: name the folder that `mgtta bench` wrote (its --out)")
-    records = Store(folder).records()
+    records = [record for cell in complete_records(path.read_bytes()).values() for record in cell]
     if not records:
-        raise ValueError(f"{folder / 'records.jsonl'} holds no finished records yet: let `mgtta bench` finish a cell")
+        raise ValueError(f"{path} holds no finished records yet: let `mgtta bench` finish a cell")
     found = sections(checked(records))
-    if isinstance(examples, bool):
-        examples = embedded_examples(records) if examples else ()
-    out = folder if out is None else Path(out)
+    if examples is True:
+        examples = embedded_examples(records)
+    out = Path(out or folder)
     texts = {
         "report.md": markdown_report(found),
         "report.tex": latex_report(found),
-        "report.html": page(found, examples),
+        "report.html": page(found, examples or ()),
     }
     for name, text in texts.items():
         with atomic(out / name) as temporary:

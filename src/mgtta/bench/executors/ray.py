@@ -1,6 +1,6 @@
-"""Tasks spread over a Ray cluster: each result once, as it comes; what a lost machine had in hand is done again.
+"""Tasks on a Ray cluster: each result once, as it comes; the tasks of a lost machine run again elsewhere.
 
-The counterpart of `workers.spread` for many machines. Ray places the tasks, moves results and retries; mgtta must be
+The counterpart of `pool.spread` for many machines. Ray places the tasks, moves results and retries; mgtta must be
 installed wherever tasks run.
 """
 
@@ -8,32 +8,68 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any
 
-from mgtta.bench.workers import WorkerError
+from mgtta.bench.executors.base import Kin, Start, Work, WorkerError, begin, message, no_kin
 
 RETRIES = 3  # of a task whose process or machine is lost
-HERE = "auto"  # the cluster that this machine belongs to, else one of this machine alone
+HERE = "auto"  # the cluster that this machine belongs to, or a new one of this machine only
+
+
+class OnRay:
+    """Runs tasks on a Ray cluster, in processes of one CPU, and of one GPU each if `gpus` is 1.
+
+    Args:
+        address: of the cluster, or "auto".
+    """
+
+    def __init__(self, address: str, gpus: int = 0):
+        self.address = address
+        self.gpus = gpus
+        self._about = ""
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "OnRay":
+        self._about = f"on Ray: {self._stack.enter_context(connected(self.address))}"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def about(self) -> str:
+        return self._about
+
+    def run(self, tasks: Sequence[Any], start: Start, kin: Kin = no_kin) -> Iterator[tuple[Any, Any]]:
+        return spread_on_ray(tasks, self._begun(start), gpus=self.gpus)
+
+    def run_in_turn(self, tasks: Sequence[Any], start: Start) -> Iterator[tuple[Any, Any]]:
+        return spread_on_ray(tasks, self._begun(start), gpus=self.gpus, at_once=1)
+
+    def run_fresh(self, tasks: Sequence[Any], start: Start) -> Iterator[tuple[Any, Any]]:
+        return spread_on_ray(tasks, partial(begin, start, 0, 1), gpus=self.gpus, at_once=1, fresh=True)
+
+    def _begun(self, start: Start) -> Callable[[], Work]:
+        return partial(begin, start, tasks_of_a_machine(gpus=self.gpus), 1)
 
 
 def spread_on_ray(
     tasks: Sequence[Any],
-    start: Callable[[], Callable[[Any], Any]],
+    start: Callable[[], Work],
     *,
     cpus: float = 1,
     gpus: float = 0,
     at_once: int | None = None,
     fresh: bool = False,
 ) -> Iterator[tuple[Any, Any]]:
-    """(task, result) for every task, as they finish. For use inside `connected`, whose end stops what still runs.
+    """Yield (task, result) for every task, as they finish. For use inside `connected`, whose end stops the rest.
 
     Args:
-        start: called once in each process; what it gives is called with each task.
+        start: called once in each process; it returns the function that is called with each task.
         cpus, gpus: what a task declares to need.
-        at_once: so many tasks at a time; by default as many as the cluster has room for.
-        fresh: every task in a process of its own.
+        at_once: tasks at a time; by default as many as the cluster has room for.
+        fresh: run every task in a new process.
     """
     import ray
 
@@ -53,7 +89,7 @@ def spread_on_ray(
         except ray.exceptions.RayError as error:
             raise WorkerError(
                 f"{task} was lost {RETRIES + 1} times with the process or machine that ran it (Ray says: "
-                f"{str(error).splitlines()[0]}; a lack of memory is the usual cause): what is finished is kept; "
+                f"{str(error).splitlines()[0]}; the usual cause is too little memory): finished cells are kept; "
                 "run the same command again"
             ) from error
         if not fine:
@@ -62,18 +98,18 @@ def spread_on_ray(
 
 
 def _work(folder: str, command: list[str], blob: bytes, task: Any) -> tuple[bool, Any]:
-    """In a worker process of the cluster; an error comes back as a value, since it is no reason to try again."""
+    """Run a task in a process of the cluster. An error is returned as a value, so that Ray does not try again."""
     sys.argv = command  # records hold it
-    if os.path.isdir(folder):  # relative names of files mean what they mean to the driver, where folders are shared
+    if os.path.isdir(folder):  # where folders are shared, relative names mean what they mean to the driver
         os.chdir(folder)
     try:
-        return True, _begun(blob)(task)
+        return True, _started(blob)(task)
     except Exception as error:
-        return False, str(error) or type(error).__name__
+        return False, message(error)
 
 
 @cache
-def _begun(blob: bytes) -> Callable[[Any], Any]:
+def _started(blob: bytes) -> Work:
     import ray
 
     return ray.cloudpickle.loads(blob)()
@@ -81,7 +117,7 @@ def _begun(blob: bytes) -> Callable[[Any], Any]:
 
 @contextmanager
 def connected(address: str) -> Iterator[str]:
-    """In touch with the cluster, of which a description is given."""
+    """Connect to the cluster, of which a description is given."""
     try:
         import ray
     except ImportError as error:
@@ -102,7 +138,7 @@ def connected(address: str) -> Iterator[str]:
 
 
 def tasks_of_a_machine(cpus: float = 1, gpus: float = 0) -> int:
-    """How many tasks that need so much the largest machine of the cluster runs at once, at least 1."""
+    """Return how many tasks that need so much the largest machine of the cluster runs at once, at least 1."""
     import ray
 
     needs = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}

@@ -1,0 +1,102 @@
+"""A pool of processes: each result as it comes, and a process that dies is named."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from mgtta.bench.executors.base import Kin, Work, WorkerError, message, no_kin
+
+
+def spread(
+    tasks: Sequence[Any], start: Callable[[], Work], workers: int, kin: Kin = no_kin
+) -> Iterator[tuple[Any, Any]]:
+    """Yield (task, result) for every task, as they finish; stopping early stops the workers.
+
+    Args:
+        start: called once in each process; it returns the function that is called with each task.
+        kin: a worker takes next, where it can, a task of the same kin as its last, whose data it still holds.
+    """
+    waiting = list(tasks)
+    processes: dict[Connection, Any] = {}
+    busy: dict[Connection, Any] = {}  # connection -> task
+
+    def give(connection: Connection, last: Any = None) -> None:
+        if waiting:
+            own = (i for i, task in enumerate(waiting) if last is not None and kin(task) == kin(last))
+            busy[connection] = waiting.pop(next(own, 0))
+            with suppress(BrokenPipeError):  # it is dead, which the next reading tells
+                connection.send(busy[connection])
+
+    try:
+        _start_processes(processes, start, min(workers, len(tasks)))
+        for connection in processes:
+            give(connection)
+        while busy:
+            ready = wait(list(busy))
+            for connection in [c for c in busy if c in ready]:
+                task = busy.pop(connection)
+                yield task, _answer(connection, processes[connection], task)
+                give(connection, task)
+    finally:
+        for connection, process in processes.items():
+            connection.close()
+            process.terminate()
+            process.join()
+
+
+def _start_processes(processes: dict[Connection, Any], start: Callable[[], Work], count: int) -> None:
+    """Start the processes, each entered as soon as it exists, so that the caller can stop them."""
+    context = get_context("spawn")
+    with _ignored_interrupts():
+        for _ in range(count):
+            connection, theirs = context.Pipe()
+            processes[connection] = context.Process(target=_work, args=(theirs, start), daemon=True)
+            processes[connection].start()
+            theirs.close()
+
+
+def _answer(connection: Connection, process: Any, task: Any) -> Any:
+    """Return the task's result; raise a WorkerError if the task failed or its process died."""
+    try:
+        fine, result = connection.recv()
+    except (EOFError, ConnectionResetError):
+        process.join()
+        raise WorkerError(
+            f"a worker process died (exit code {process.exitcode}; -9 often means out of memory) at {task}: finished "
+            "cells are kept; run the same command again, perhaps with fewer workers"
+        ) from None
+    if not fine:
+        raise WorkerError(result)
+    return result
+
+
+def _work(connection: Connection, start: Callable[[], Work]) -> None:
+    work = None
+    try:
+        while True:
+            task = connection.recv()
+            try:
+                work = work or start()
+                answer = (True, work(task))
+            except Exception as error:
+                answer = (False, message(error))
+            connection.send(answer)
+    except (EOFError, BrokenPipeError):  # nobody asks any more
+        return
+
+
+@contextmanager
+def _ignored_interrupts() -> Iterator[None]:
+    """Let processes that are started here ignore Ctrl-C, which reaches all of a terminal's: the parent stops them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
