@@ -1,8 +1,8 @@
 """Gather: predict every call at once, keep the images, and learn from so many together.
 
 A gradient of one image is mostly noise, and a step along it does harm. So images of small batches are kept until there
-are enough of them; then the method learns from all of them, once, and forgets them. A call waits for its own prediction,
-and now and then for one update.
+are enough of them; then the method learns from all of them, once, and forgets them. A call takes one forward pass, and
+now and then one update.
 
 BatchNorm layers cannot normalise by one image. A batch of fewer than FEW_IMAGES images is predicted with the statistics
 of the stream so far, and of the source before there are enough images in them. The update normalises by the images that
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.step import Pass
@@ -133,15 +134,11 @@ class Gathered(Wrapper):
         if statistics is None or not self._poor(n):
             yield
             return
+        before = [(layer, layer.running_mean, layer.running_var) for _, layer in self._batch_norms()]
         handles = []
-        before = []
-        for model in self.method.modules():
-            if isinstance(model, Classifier):  # the adapting one, and copies such as a teacher
-                for i, name in enumerate(statistics.layers):
-                    layer = model.net.get_submodule(name)
-                    before.append((layer, layer.running_mean, layer.running_var))
-                    layer.running_mean, layer.running_var = blended(statistics, i, layer)
-                    handles.append(layer.register_forward_pre_hook(_use_running))  # after that which asks for the batch's
+        for i, layer in self._batch_norms():
+            layer.running_mean, layer.running_var = blended(statistics, i, layer)
+            handles.append(layer.register_forward_pre_hook(_use_running))
         try:
             yield
         finally:
@@ -151,6 +148,16 @@ class Gathered(Wrapper):
                 layer.running_mean = mean
                 layer.running_var = var
                 layer.training = True
+
+    def _batch_norms(self) -> Iterator[tuple[int, _BatchNorm]]:
+        """Yield number and layer of all statistics, in the adapting network and in copies of it such as a teacher."""
+        assert self.method.statistics is not None
+        for model in self.method.modules():
+            if isinstance(model, Classifier):
+                for i, name in enumerate(self.method.statistics.layers):
+                    layer = model.net.get_submodule(name)
+                    assert isinstance(layer, _BatchNorm)
+                    yield i, layer
 
 
 def blended(statistics: StreamStatistics, i: int, layer: nn.Module) -> tuple[Tensor, Tensor]:
@@ -168,4 +175,5 @@ def blended(statistics: StreamStatistics, i: int, layer: nn.Module) -> tuple[Ten
 
 
 def _use_running(layer: nn.Module, _inputs: tuple[Tensor, ...]) -> None:
+    """Normalise by the running statistics: called after the hook that asks for those of the batch."""
     layer.training = False

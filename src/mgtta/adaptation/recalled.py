@@ -1,14 +1,14 @@
 """Recall: keep what was learned on a domain, and find it again when the domain returns.
 
-What tells domains apart must not move with adaptation: the output of the network's first layer, which is frozen. Of each
-image, its summary is the mean and the logarithm of the standard deviation, over all places, of each channel. The
+What tells domains apart must not move with adaptation: the output of the network's first layer, which is frozen. The
+summary of an image is the mean and the logarithm of the standard deviation, over all places, of each channel. The
 logarithm makes noise visible in the channels of fine patterns, where an image has little else. Each entry is divided by
 its standard deviation over the first images of the stream, so that all of them count alike.
 
-A batch that lies far from the present domain raises an alarm (see shift.py). If it lies near a domain that was kept, the
-state of the present domain is kept and that of the other one is loaded. If it is near none, the next batch must lie on
-the same side; only then the present domain has ended. Otherwise both batches belong to the present domain, which is wider
-than it seemed. So a mixed stream is one wide domain.
+A batch that lies far from the present domain raises an alarm (see shift.py). If it lies near a domain that was kept,
+the state of the present domain is kept and that of the other one is loaded. If it is near none, the next batch must lie
+on the same side; only then has the present domain ended. Otherwise both batches belong to the present domain, which is
+wider than it seemed. So a mixed stream is one wide domain.
 
 Notation    n images; D channels of the first layer
 """

@@ -1,7 +1,7 @@
 """Is this still the same domain? One detector for the schedule and for recall.
 
-A batch is known by a summary, a vector of means over its images. In one domain the summaries of batches scatter around a
-centre, the less the more images a batch has. A batch that lies farther away than they scatter is of another domain.
+A batch is known by a summary, a vector of means over its images. In one domain the summaries of batches scatter around
+a centre, the less the more images a batch has. A batch that lies farther away than they scatter is of another domain.
 
 Notation    s  summary of a batch of n images, (D,)
             c, v  mean of s, and mean of n |s - c|^2, over the latest batches of the domain

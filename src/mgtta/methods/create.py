@@ -1,6 +1,5 @@
 """`create`: a recipe, then an engine, then wrappers."""
 
-import math
 from typing import Any
 
 import torch
@@ -16,23 +15,12 @@ from mgtta.adaptation.method import Method
 from mgtta.adaptation.recalled import Recalled
 from mgtta.adaptation.scheduled import SCHEDULES, Scheduled
 from mgtta.adaptation.wrapper import Adapting
-from mgtta.methods.registry import REQUIRED, SOURCE, Recipe, recipe
+from mgtta.methods._checks import check_number, check_settings
+from mgtta.methods.registry import SOURCE, recipe
 from mgtta.models.classifier import Classifier
 from mgtta.models.loading import as_classifier
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp8")
-OF_ALL = (  # settings of every method
-    "max_updates",
-    "max_seconds",
-    "process_group",
-    "guard",
-    "precision",
-    "low_memory",
-    "schedule",
-    "pull",
-    "gather",
-    "recall",
-)
 
 
 def create(
@@ -117,30 +105,6 @@ def _wrapped(
     if guard:
         wrapped = guarded(wrapped, guard)
     return wrapped
-
-
-def check_settings(chosen: Recipe, settings: dict[str, Any]) -> None:
-    """Reject settings that the recipe does not have, or values that make no sense, before anything is built."""
-    known = chosen.settings
-    for key in settings:
-        if key not in known:
-            raise unknown(f"setting of {chosen.name}", key, [*known, *OF_ALL])
-    for key, default in known.items():
-        if default is REQUIRED and settings.get(key) is None:
-            remedy = "mgtta.source_statistics(model, clean_images) makes it" if SOURCE in chosen.needs else "give it"
-            raise ValueError(f"{chosen.name} needs {key}=...: {remedy}")
-    check_number("lr", settings.get("lr"))
-    if not settings.get("decay", math.inf) > 0:
-        raise ValueError(f"decay must be above 0 (inf: the learning rate does not fall), not {settings['decay']}")
-
-
-def check_number(name: str, value: Any, whole: bool = False) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-        raise TypeError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r}")
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be finite and at least 0, not {value}")
 
 
 def _set_pull(method: Method, pull: float | None) -> None:
