@@ -323,7 +323,7 @@ def test_the_teacher_of_cotta_normalises_by_the_stream_too():
 
 
 def test_gather_with_batchnorm_needs_exact_steps():
-    with pytest.raises(ValueError, match="tent on the fast path .*precision='fp32'"):
+    with pytest.raises(ValueError, match=r"tent on the fast path .*precision='fp32'"):
         batchnorm(precision="bf16")
 
 

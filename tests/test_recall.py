@@ -257,6 +257,14 @@ def test_recall_works_with_the_other_options(settings, tmp_path):
     assert all(torch.equal(other(x), logits) for x, logits in zip(xs[7:], straight[7:], strict=True))
 
 
+@pytest.mark.parametrize("inside", [{"schedule": "auto"}, {"gather": 8}, {"recall": 2}], ids=str)
+def test_a_guard_knows_the_parameters_of_a_method_in_wrappers(inside):
+    often = mgtta.Guard(dominance=1.0, every=8, sure=0.01)
+    method = tent(**{"recall": None, "guard": often, **inside})
+    run(method, day)
+    assert method.watch.there.keys() == method.adapted.keys()
+
+
 def test_events_of_recall_and_of_its_guard_come_in_order():
     method = tent(guard=ANY_CLASS)
     run(method, day, dark, batches=4)

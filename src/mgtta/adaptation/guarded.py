@@ -309,7 +309,7 @@ class Guarded(Wrapper):
         watch.doubt = excess(lost, unsure, images, tolerance) > FACTOR
         way = self._way(watch.there)
         if images - unsure >= CLEAR * images or way > self.guard.moved:
-            watch.there = before["params"]  # or it stays, so that many small ways add up to one
+            watch.there = _params(before)  # or it stays, so that many small ways add up to one
         moved = way > FIRST * self.guard.moved or not self.method.adapted
         if images - unsure >= FEW or watch.anchors is None or not moved:
             return False
@@ -419,6 +419,13 @@ def _normalising_by_batches(source: Classifier, adapting: Classifier) -> Classif
     if not adapting._uses_batch_statistics or not batch_norms(adapting.net):
         return None
     return copy.deepcopy(source, {id(p): p for p in source.parameters()}).use_batch_statistics()
+
+
+def _params(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the parameters in a snapshot of a method, or of one in wrappers."""
+    while "method" in state:
+        state = state["method"]
+    return state["params"]
 
 
 def _as_bytes(x: Tensor) -> Tensor:
