@@ -309,9 +309,9 @@ def test_summaries_are_of_the_first_layer_where_it_is_frozen():
     assert first_frozen_layer(mgtta.create("tent", NETS["batchnorm"]())) == "0"
     assert first_frozen_layer(mgtta.create("cotta", vit())) is None  # all of it adapts
     frozen = tent()
-    assert frozen._summaries(day(0)).shape == (BATCH, 2 * 16)
+    assert frozen._summaries(day(0)).shape == (BATCH, 2 * 16 + 1)
     moving = mgtta.create("cotta", vit(), recall=2)
-    assert moving._summaries(day(0)).shape == (BATCH, 2 * 3)  # of the channels of the image
+    assert moving._summaries(day(0)).shape == (BATCH, 2 * 3 + 1)  # of the channels of the image
 
 
 def test_summaries_do_not_move_with_adaptation():

@@ -1,16 +1,17 @@
 """Recall: keep what was learned on a domain, and find it again when the domain returns.
 
 What tells domains apart must not move with adaptation: the output of the network's first layer, which is frozen. The
-summary of an image is the mean and the logarithm of the standard deviation, over all places, of each channel. The
-logarithm makes noise visible in the channels of fine patterns, where an image has little else. Each entry is divided by
-its standard deviation over the first images of the stream, so that all of them count alike.
+summary of an image is the mean over all places of each channel, the logarithm of its standard deviation relative to
+the average over channels, and that average, which is the image's contrast. Logarithms make noise visible in the
+channels of fine patterns, where an image has little else; relative to their contrast, images of one domain are much
+more alike. Each entry is divided by its standard deviation over the first images of the stream: all count alike.
 
 A batch that lies far from the present domain raises an alarm (see shift.py). If it lies near a domain that was kept,
 the state of the present domain is kept and that of the other one is loaded. If it is near none, the next batch must lie
 on the same side; only then has the present domain ended. Otherwise both batches belong to the present domain, which is
 wider than it seemed. So a mixed stream is one wide domain.
 
-Notation    n images; D channels of the first layer
+Shapes: n images, D channels of the first layer, S = 2D + 1 entries of a summary.
 """
 
 import copy
@@ -30,7 +31,6 @@ from mgtta.adaptation.step import Pass
 from mgtta.adaptation.wrapper import Wrapper, innermost
 
 UNKNOWN = ("continue", "source")
-FAR = 6.0  # n |s - c|^2 / v above which a batch raises an alarm, if v is well known
 NEAR = 3.0  # n |s - c|^2 / v below which a batch is of a domain that was kept
 ALIKE = 0.5  # of their distance from the present domain, squared, within which two batches lie on the same side of it
 LOOK_IMAGES = 32  # that are looked at together, at least: smaller batches are added up
@@ -54,7 +54,7 @@ class Known:
 class Alarm:
     """A batch that seemed to be of another domain, and the state of the method after it."""
 
-    summary: Tensor  # (2D,)
+    summary: Tensor  # (S,)
     images: int
     state: State
 
@@ -65,8 +65,8 @@ class Domains:
 
     images: int = 0  # of the stream so far
     count: int = 0  # of images in `total`
-    total: Tensor | None = None  # (4D,), sums of the summaries and of their squares, before there are LOOK_IMAGES
-    scale: Tensor | None = None  # (2D,), by which summaries are divided
+    total: Tensor | None = None  # (2S,), sums of the summaries and of their squares, before there are LOOK_IMAGES
+    scale: Tensor | None = None  # (S,), by which summaries are divided
     present: ShiftDetector = field(default_factory=ShiftDetector)
     alarm: Alarm | None = None
     known: list[Known] = field(default_factory=list)  # the least recently used first
@@ -150,7 +150,7 @@ class Recalled(Wrapper):
             self._take(sums, *told)
 
     def _summaries(self, x: Tensor) -> Tensor:
-        """Return the summary of each image, (n, 2D)."""
+        """Return the summary of each image, (n, S)."""
         if x.ndim == 4:
             x = _middle(x)
         t = self.model.prepare(x)
@@ -161,7 +161,9 @@ class Recalled(Wrapper):
                 t = layer.forward(t.to(layer.weight.dtype))  # without hooks, which may count its calls
         t = t.reshape(*t.shape[:2], -1).float()  # (n, D, places)
         var, mean = torch.var_mean(t, -1, correction=0)
-        return torch.cat([mean, 0.5 * (var + LEAST_VARIANCE).log()], 1)
+        log_std = 0.5 * (var + LEAST_VARIANCE).log()
+        contrast = log_std.mean(1, keepdim=True)
+        return torch.cat([mean, log_std - contrast, contrast], 1)
 
     def _settle(self) -> None:
         """Judge what has arrived from a GPU."""
@@ -182,7 +184,7 @@ class Recalled(Wrapper):
         assert domains.scale is not None
         s = (means / domains.scale).numpy()
         distance = domains.present.distance(s, n)
-        if not domains.present.shifted(distance, FAR):
+        if not domains.present.shifted(distance):
             self._stay(s, n)
             return
         found = self._nearest(s, n)
@@ -330,10 +332,12 @@ def _middle(x: Tensor) -> Tensor:
 
 
 def _scale(means: Tensor, squares: Tensor) -> Tensor:
-    """Return by what summaries (2D,) are divided: the standard deviation over images, times sqrt(2D)."""
+    """Return by what summaries (S,) are divided: the standard deviation over images, times sqrt(S)."""
     std = (squares - means.square()).clamp(min=0).sqrt()
-    floors = [LEAST_SCALE * half.median().item() or 1.0 for half in std.chunk(2)]
-    std = torch.cat([half.clamp(min=floor) for half, floor in zip(std.chunk(2), floors, strict=True)])
+    channels = len(std) // 2
+    kinds = std.split([channels, channels, 1])
+    floors = [LEAST_SCALE * kind.median().item() or 1.0 for kind in kinds]
+    std = torch.cat([kind.clamp(min=floor) for kind, floor in zip(kinds, floors, strict=True)])
     return std * math.sqrt(len(std))
 
 

@@ -36,9 +36,9 @@ class ShiftDetector:
             away = s - self.centre.numpy()
             return n * float(away @ away)
 
-    def shifted(self, distance: float, threshold: float = SHIFT) -> bool:
+    def shifted(self, distance: float) -> bool:
         """Return whether a batch at this distance is of another domain; False as long as the spread is not known."""
-        return self.seen > 1 and distance > threshold * (1 + FEW_BATCHES / self.seen) * self.spread
+        return self.seen > 1 and distance > SHIFT * (1 + FEW_BATCHES / self.seen) * self.spread
 
     def follow(self, s: np.ndarray, n: int) -> None:
         """Take a batch of the present domain into centre and spread."""
