@@ -10,7 +10,7 @@ from torch import nn
 
 import mgtta
 from mgtta._lib.files import read_tree, write_tree
-from mgtta.adaptation.recalled import LOOK_IMAGES, SIDE_PIXELS, Recalled, first_frozen_layer
+from mgtta.adaptation.recalled import LOOK_IMAGES, SIDE_PIXELS, Recalled, first_frozen_layer, summaries
 from mgtta.adaptation.wrapper import innermost
 from mgtta.data.corruptions import CORRUPTIONS
 from mgtta.data.glyphs import Glyphs
@@ -309,33 +309,44 @@ def test_summaries_are_of_the_first_layer_where_it_is_frozen():
     assert first_frozen_layer(mgtta.create("tent", NETS["batchnorm"]())) == "0"
     assert first_frozen_layer(mgtta.create("cotta", vit())) is None  # all of it adapts
     frozen = tent()
-    assert frozen._summaries(day(0)).shape == (BATCH, 2 * 16 + 1)
+    assert frozen._measure(day(0)).shape == (BATCH, 2, 16)
     moving = mgtta.create("cotta", vit(), recall=2)
-    assert moving._summaries(day(0)).shape == (BATCH, 2 * 3 + 1)  # of the channels of the image
+    assert moving._measure(day(0)).shape == (BATCH, 2, 3)  # of the channels of the image
 
 
 def test_summaries_do_not_move_with_adaptation():
     method = tent(lr=0.1)
-    before = method._summaries(day(0))
+    before = method._measure(day(0))
     run(method, day, dark)
-    assert torch.equal(method._summaries(day(0)), before)
+    assert torch.equal(method._measure(day(0)), before)
 
 
-def test_hooks_of_the_first_layer_are_not_called():
-    net = confident_vit()
-    calls = []
-    net.patch_embed.proj.register_forward_hook(lambda *_: calls.append(1))
-    method = mgtta.create("tent", mgtta.load_model(net), recall=2)
-    calls.clear()
-    method._summaries(day(0))
-    assert not calls
+@pytest.mark.parametrize("net", ["vit", "groupnorm"])
+def test_what_is_measured_is_the_first_layer_without_its_bias(net):
+    method = mgtta.create("tent", mgtta.load_model(NETS[net]()), recall=2)
+    layer = method.model.net.get_submodule(first_frozen_layer(innermost(method)))
+    x = (images(4) * 255).byte()
+    t = layer(x / 255).detach().flatten(2) - layer.bias.detach()[:, None]
+    expected = torch.stack([t.mean(2), t.var(2, correction=0)], 1)
+    torch.testing.assert_close(method._measure(x), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(method._measure(x / 255), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_summary_separates_contrast_from_the_rest():
+    x = images(4)
+    method = tent()
+    one, half = (summaries(method._measure(f * x)) for f in (1.0, 0.5))
+    channels = 16
+    torch.testing.assert_close(half[:, channels:-1], one[:, channels:-1], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(half[:, -1], one[:, -1] - torch.tensor(2.0).log(), atol=1e-3, rtol=1e-3)
+    assert one.shape == (4, 2 * channels + 1)
 
 
 def test_a_look_is_at_the_middle_of_an_image():
     method = mgtta.create("tent", mgtta.load_model(NETS["groupnorm"]()), recall=2)
     x = torch.rand(2, 3, SIDE_PIXELS + 20, SIDE_PIXELS + 40)
     middle = x[:, :, 10:-10, 20:-20]
-    assert torch.equal(method._summaries(x), method._summaries(middle))
+    assert torch.equal(method._measure(x), method._measure(middle))
 
 
 def test_nets_without_convolutions_are_looked_at_by_their_images():

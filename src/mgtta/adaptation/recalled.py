@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import conv2d
 
 from mgtta._lib.errors import unknown as unknown_name
 from mgtta.adaptation.method import Events, Method
@@ -108,15 +109,15 @@ class Recalled(Wrapper):
 
     @torch.inference_mode(False)
     def step(self, x: Tensor, learn: bool = True) -> Pass:
-        """Do what the method does, and look for a shift."""
+        """Judge the batch before this one, and do what the method does."""
         if self.paused or self.spent:
             return self.method.step(x, learn)
         self.model.check(x)
         self._settle()
         x = x.to(next(self.model.parameters()).device, non_blocking=True)  # once, for both who look at it
-        seen = self.method.step(x, learn)
-        self._look(x)
-        return seen
+        self._domains.images += len(x)
+        self._arriving.send(self._measure(x), self._domains.images)  # a GPU has it ready before it ends the step
+        return self.method.step(x, learn)
 
     def predict(self, x: Tensor) -> Tensor:
         self._settle()
@@ -129,62 +130,62 @@ class Recalled(Wrapper):
     # --- looking at batches
 
     @torch.no_grad()
-    def _look(self, x: Tensor) -> None:
-        """Add the images to the look; when there are enough of them, judge it, or begin to fetch it from a GPU."""
-        domains = self._domains
-        summaries = self._summaries(x)
-        sums = torch.cat([summaries.sum(0), summaries.square().sum(0)])
-        domains.images += len(x)
-        domains.count += len(x)
-        if domains.total is not None and domains.total.shape == sums.shape:
-            sums = sums + domains.total.to(sums)
-        domains.total = sums
-        if domains.count < LOOK_IMAGES:
-            return
-        told = (domains.count, domains.images)
-        domains.count = 0
-        domains.total = None
-        if sums.is_cuda:
-            self._arriving.send(sums, told)
-        else:
-            self._take(sums, *told)
+    def _measure(self, x: Tensor) -> Tensor:
+        """Return mean and variance over places of each channel of the first layer: (n, 2, D).
 
-    def _summaries(self, x: Tensor) -> Tensor:
-        """Return the summary of each image, (n, S)."""
+        The layer's filters are applied to images as they came. What normalises images, and the layer's bias, would add
+        the same to every batch.
+        """
+        unit = 1.0
+        if x.dtype == torch.uint8:
+            unit = 1 / 255
         if x.ndim == 4:
             x = _middle(x)
-        t = self.model.prepare(x)
+        layer = None
         if self._layer is not None:
             layer = self.model.net.get_submodule(self._layer)
-            assert isinstance(layer, nn.Conv2d)
-            if x.ndim == 4 and x.shape[1] == layer.in_channels:
-                t = layer.forward(t.to(layer.weight.dtype))  # without hooks, which may count its calls
-        t = t.reshape(*t.shape[:2], -1).float()  # (n, D, places)
-        var, mean = torch.var_mean(t, -1, correction=0)
-        log_std = 0.5 * (var + LEAST_VARIANCE).log()
-        contrast = log_std.mean(1, keepdim=True)
-        return torch.cat([mean, log_std - contrast, contrast], 1)
+        if isinstance(layer, nn.Conv2d) and _takes(layer, x):
+            t = _filtered(x, layer, unit)
+        else:
+            t = x.float().reshape(*x.shape[:2], -1).transpose(1, 2) * unit  # the image's own channels
+        var, mean = torch.var_mean(t, 1, correction=0)
+        return torch.stack([mean, var], 1)
 
     def _settle(self) -> None:
-        """Judge what has arrived from a GPU."""
+        """Judge what was measured of the last batch, if there are enough images by now."""
         held = self._arriving.take()
-        if held is not None:
-            sums, told = held
-            self._take(sums, *told)
-
-    def _take(self, sums: Tensor, n: int, image: int) -> None:
-        """Judge a look of n images, the last of which is number `image` of the stream."""
-        domains = self._domains
-        means, squares = (sums.double() / n).chunk(2)
+        if held is None:
+            return
+        measured, image = held
+        found = summaries(measured.double())
+        sums = torch.cat([found.sum(0), found.square().sum(0)])
         if not bool(sums.isfinite().all()):
             return
-        if domains.scale is None or domains.scale.shape != means.shape:  # the first look, or another kind of image
-            self._domains = Domains(images=domains.images, scale=_scale(means, squares), events=domains.events)
+        domains = self._domains
+        if domains.total is not None and domains.total.shape == sums.shape:
+            sums = sums + domains.total
+        domains.total = sums
+        domains.count += len(measured)
+        if domains.count >= LOOK_IMAGES:
+            n = domains.count
+            domains.count = 0
+            domains.total = None
+            self._judge(sums / n, n, image)
+
+    def _judge(self, means: Tensor, n: int, image: int) -> None:
+        """Judge a look of n images, the last of which is number `image` of the stream.
+
+        Args:
+            means: of the summaries and of their squares, (2S,).
+        """
+        domains = self._domains
+        summary, squares = means.chunk(2)
+        if domains.scale is None or domains.scale.shape != summary.shape:  # the first look, or another kind of image
+            self._domains = Domains(images=domains.images, scale=_scale(summary, squares), events=domains.events)
             domains = self._domains
         assert domains.scale is not None
-        s = (means / domains.scale).numpy()
-        distance = domains.present.distance(s, n)
-        if not domains.present.shifted(distance):
+        s = (summary / domains.scale).numpy()
+        if not domains.present.shifted(domains.present.distance(s, n)):
             self._stay(s, n)
             return
         found = self._nearest(s, n)
@@ -321,6 +322,38 @@ def first_frozen_layer(method: Method) -> str | None:
             frozen = all(id(p) not in adapted for p in module.parameters())
             return name if frozen else None
     return None
+
+
+def summaries(measured: Tensor) -> Tensor:
+    """Return the summary of each image, (n, S), from mean and variance of its channels, (n, 2, D)."""
+    mean, var = measured.unbind(1)
+    log_std = 0.5 * (var + LEAST_VARIANCE).log()
+    contrast = log_std.mean(1, keepdim=True)
+    return torch.cat([mean, log_std - contrast, contrast], 1)
+
+
+def _takes(layer: nn.Conv2d, x: Tensor) -> bool:
+    """Return whether a convolution takes these images."""
+    if x.ndim != 4 or x.shape[1] != layer.in_channels:
+        return False
+    reach = [d * (k - 1) + 1 for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+    return x.shape[2] >= reach[0] and x.shape[3] >= reach[1]
+
+
+def _filtered(x: Tensor, layer: nn.Conv2d, unit: float) -> Tensor:
+    """Return the layer's filters on images times `unit`, without its bias: (n, places, D)."""
+    weight = layer.weight * unit
+    height, width = layer.kernel_size
+    if layer.stride != layer.kernel_size or layer.dilation != (1, 1) or layer.groups != 1:
+        found = conv2d(x.to(weight.dtype), weight, None, layer.stride, 0, layer.dilation, layer.groups)
+        return found.float().flatten(2).transpose(1, 2)
+    rows = x.shape[2] // height
+    columns = x.shape[3] // width
+    x = x[:, :, : rows * height, : columns * width]
+    grid = x.unflatten(3, (columns, width)).unflatten(2, (rows, height)).permute(0, 2, 4, 1, 3, 5)
+    patches = torch.empty(grid.shape, dtype=weight.dtype, device=x.device)
+    patches.copy_(grid)  # cut and rounded at once: a convolution would take several times as long
+    return (patches.reshape(len(x), rows * columns, -1) @ weight.flatten(1).T).float()
 
 
 def _middle(x: Tensor) -> Tensor:

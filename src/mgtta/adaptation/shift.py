@@ -87,31 +87,34 @@ def is_positive(value: Any) -> bool:
 
 
 class Arriving:
-    """A vector on its way from a GPU, with what belongs to it: it is read later, so that nobody waits for the GPU."""
+    """A tensor on its way from a GPU, with what belongs to it: it is read later, so that nobody waits for the GPU."""
 
     def __init__(self) -> None:
         self._held: tuple[Tensor, Any, Any] | None = None
 
-    def send(self, vector: Tensor, told: Any) -> None:
-        """Begin to copy a vector from its GPU; `told` comes back with it."""
+    def send(self, tensor: Tensor, told: Any) -> None:
+        """Begin to copy a tensor from its GPU, or hold one that is on the CPU; `told` comes back with it."""
+        if not tensor.is_cuda:
+            self._held = (tensor, None, told)
+            return
         arrived = torch.cuda.Event()
-        here = torch.empty_like(vector, device="cpu", pin_memory=True)
-        here.copy_(vector, non_blocking=True)
-        arrived.record(torch.cuda.current_stream(vector.device))
+        here = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        here.copy_(tensor, non_blocking=True)
+        arrived.record(torch.cuda.current_stream(tensor.device))
         self._held = (here, arrived, told)
 
     def take(self) -> tuple[Tensor, Any] | None:
-        """Return the vector and what was told with it, once; None if there is none."""
+        """Return the tensor and what was told with it, once; None if there is none."""
         if self._held is None:
             return None
-        vector, arrived, told = self._held
+        tensor, arrived, told = self._held
         self._held = None
         if arrived is not None:
             arrived.synchronize()
-        return vector, told
+        return tensor, told
 
     def __getstate__(self) -> dict[str, Any]:
-        held = self.take()  # a copy has the vector, and no event to wait for
+        held = self.take()  # a copy has the tensor, and no event to wait for
         if held is not None:
             self._held = (held[0], None, held[1])
         return {"_held": self._held}
