@@ -1,15 +1,17 @@
 """Gather: every call predicts at once, and so many images are learned from together."""
 
 import copy
+import multiprocessing
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import CLASSES, NETS, confident_vit, images, random_generator
 from test_methods import GRADIENT, RECIPES, make, same, suitable
 
 import mgtta
 from mgtta._lib.files import read_tree, write_tree
-from mgtta._lib.ranks import Alone
+from mgtta._lib.ranks import Alone, share
 from mgtta.adaptation.gathered import FEW_IMAGES, blended
 from mgtta.adaptation.scheduled import BURST
 from mgtta.adaptation.wrapper import innermost
@@ -253,6 +255,37 @@ def test_ranks_decide_together_when_there_are_enough_images():
     assert method.updates == 0
     method(images(1, seed=1))
     assert method.updates == 1
+
+
+SIZES = (2, 1, 3, 1, 1, 2, 7, 1)  # of batches; of some of them a rank has no images
+
+
+def shared_run(rank, folder):
+    """Adapt with a share of every batch, and write what comes of it."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    method = tent(gather=5, process_group=dist.group.WORLD)
+    logits = [method(share(images(n, seed), rank, 2)) for seed, n in enumerate(SIZES)]
+    write_tree(folder / f"{rank}", {"logits": logits, "state": method.method.state_dict()}, {})
+    dist.destroy_process_group()
+
+
+def test_ranks_that_gather_are_one_process_that_gathers(tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=shared_run, args=(rank, tmp_path), daemon=True) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    found = [read_tree(tmp_path / f"{rank}")[0] for rank in range(2)]
+    method = tent(gather=5)
+    for seed, n in enumerate(SIZES):
+        expected = method(images(n, seed))
+        torch.testing.assert_close(torch.cat([f["logits"][seed] for f in found]), expected, atol=1e-3, rtol=1e-3)
+    for f in found:
+        assert f["state"]["counters"]["updates"] == method.updates == 2
+        for name, p in method.adapted.items():
+            torch.testing.assert_close(f["state"]["params"][name], p.detach(), atol=1e-4, rtol=1e-4)
 
 
 # --- BatchNorm
