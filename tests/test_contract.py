@@ -15,6 +15,8 @@ CREATED_WITH = {
     "guard": {"guard": True},
     "schedule": {"schedule": "auto"},
     "pull": {"pull": 0.1},
+    "gather": {"gather": 6},
+    "recall": {"recall": 2},
     "bf16": {"precision": "bf16"},
 }
 

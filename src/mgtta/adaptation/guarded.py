@@ -107,7 +107,8 @@ class Guarded(Wrapper):
 
     Attributes:
         watch: what the guard knows; saved and resumed with the method.
-        events: what the guard did since the last reset, and why: dicts of plain values, the first 1,000.
+        events: what the guard did since the last reset, and why: dicts of plain values, the first 1,000; and what
+            recall did.
     """
 
     state_name = "guard"
@@ -123,7 +124,10 @@ class Guarded(Wrapper):
 
     @property
     def events(self) -> Events:
-        return self.watch.events
+        inside = self.method.events
+        if not inside:
+            return self.watch.events
+        return sorted([*inside, *self.watch.events], key=lambda event: event["image"])
 
     def begin(self) -> None:
         self.watch = Watch()
@@ -305,7 +309,7 @@ class Guarded(Wrapper):
         watch.doubt = excess(lost, unsure, images, tolerance) > FACTOR
         way = self._way(watch.there)
         if images - unsure >= CLEAR * images or way > self.guard.moved:
-            watch.there = before["params"]  # or it stays, so that many small ways add up to one
+            watch.there = _params(before)  # or it stays, so that many small ways add up to one
         moved = way > FIRST * self.guard.moved or not self.method.adapted
         if images - unsure >= FEW or watch.anchors is None or not moved:
             return False
@@ -415,6 +419,13 @@ def _normalising_by_batches(source: Classifier, adapting: Classifier) -> Classif
     if not adapting._uses_batch_statistics or not batch_norms(adapting.net):
         return None
     return copy.deepcopy(source, {id(p): p for p in source.parameters()}).use_batch_statistics()
+
+
+def _params(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the parameters in a snapshot of a method, or of one in wrappers."""
+    while "method" in state:
+        state = state["method"]
+    return state["params"]
 
 
 def _as_bytes(x: Tensor) -> Tensor:

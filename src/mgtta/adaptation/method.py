@@ -7,7 +7,7 @@ schedule, ranks and fast path follow. Any other `Method` writes `loss`, or its w
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class Method(MethodState, Budgeted):
         events: what a guard did; see mgtta.Guard.
         pull: after each update the parameters go this share of the way back to the source.
         decay: the learning rate of an update after k others is lr / sqrt(1 + k / decay).
+        waiting: images that were predicted and that the next update will learn from; see Gathered.
     """
 
     optimizer: Optimizer | None = None
@@ -52,6 +53,7 @@ class Method(MethodState, Budgeted):
     shares_batches = False  # True if every whole-batch statistic goes through `self.ranks`
     pull = 0.0
     decay = math.inf
+    waiting = 0
 
     def __init__(self, model: Classifier):
         super().__init__()
@@ -135,8 +137,18 @@ class Method(MethodState, Budgeted):
         """Return the logits of x as the method stands: no update, no counting, no graph."""
         return self.answer(self.engine.predict(x)).detach()
 
-    def step(self, x: Tensor, learn: bool = True) -> Pass:
-        """Do what `forward` does, and return the features too; with learn=False, only predict and observe."""
+    @property
+    def predicting(self) -> Classifier:
+        """The network that predicts: the adapting one, unless a method has another."""
+        return self.model
+
+    def step(self, x: Tensor, learn: bool = True, observe: bool = True) -> Pass:
+        """Do what `forward` does, and return the features too.
+
+        Args:
+            learn: False: only predict and observe.
+            observe: False: these images were predicted and observed before, so running statistics leave them out.
+        """
         if DistributedDataParallel._get_active_ddp_module() is not None:
             raise TypeError("DDP does not know how a method learns: give create(..., process_group=...) instead")
         self.remember_start()
@@ -145,14 +157,21 @@ class Method(MethodState, Budgeted):
         with self._timed(next(self.model.parameters()).device), torch.inference_mode(False):
             if isinstance(x, Tensor) and x.is_inference():
                 x = x.clone()
-            following = self.statistics.collect(self.model.net) if self.statistics else nullcontext()
-            with torch.set_grad_enabled(learn), following:
+            with torch.set_grad_enabled(learn), self._collecting(learn, observe):
                 seen = self.adapt(x) if learn else self.engine.predict(x)
             with torch.no_grad():
                 seen = Pass(seen.logits.detach(), [f.detach() for f in seen.features])
                 logits = self.answer(seen)
-                self.observe(seen)
+                if observe:
+                    self.observe(seen)
         return Pass(logits, seen.features)
+
+    def _collecting(self, learn: bool, observe: bool) -> AbstractContextManager[None]:
+        """Return a block whose first forward pass goes into the stream's statistics, if there are any."""
+        if self.statistics is None or not observe:
+            return nullcontext()
+        running = self.model if learn else self.predicting
+        return self.statistics.collect(running.net)
 
     def export(self) -> nn.Module:
         """Return a copy of your own module with the adapted weights, which predicts as the method does now."""

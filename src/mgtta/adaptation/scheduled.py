@@ -9,8 +9,7 @@ means of each layer's features, which leave the range that they have moved in so
 Few steps must be large ones, and each is as noisy as its batch. So the method rests on the mean of the parameters since
 the shift, after each update but the first `SKIP`, and continues from there.
 
-Notation    s  means of the features of a batch of n images, all layers one after another, (D,)
-            c, v  mean of s, and mean of n |s - c|^2, over the batches of the domain
+The detector of shifts (shift.py) follows the means of the features of each batch, all layers one after another.
 """
 
 import copy
@@ -19,28 +18,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mgtta.adaptation.method import Method, ObjectiveMethod
+from mgtta.adaptation.shift import Arriving, ShiftDetector
 from mgtta.adaptation.step import Pass
-from mgtta.adaptation.wrapper import Wrapper
+from mgtta.adaptation.wrapper import Wrapper, innermost
 from mgtta.losses import entropy
 
 SCHEDULES = ("always", "auto")
 BURST = 5  # batches learned from after a start or a shift
 REST = 32  # batches of the first rest
 SKIP = 1  # updates after a shift that are still far from where it will rest
-SHIFT = 3.0  # n |s - c|^2 / v from which on a batch belongs to another domain, where v is well known
-FEW = 3.0  # batches after which v is known to a factor of 2
 GAIN = 0.05  # part of the entropy by which a rest must fall short of the one before, to be worth another like it
-MEMORY = 16  # batches that c and v look back on, and updates that the mean of the parameters does
+MEMORY = 16  # updates that the mean of the parameters looks back on
 
 
 @torch.no_grad()
 def summary(logits: Tensor, features: Sequence[Tensor]) -> Tensor:
-    """Return the means over the batch of each layer's features, s, and of the entropy: (D + 1,)."""
+    """Return the means over the batch of each layer's features, and of the entropy: (D + 1,)."""
     means = torch.cat([f.detach() for f in features], 1).mean(0)
     return torch.cat([means, entropy(logits.detach()).mean().unsqueeze(0)])
 
@@ -52,16 +49,15 @@ class Schedule:
     learned: int = 0  # batches, since the shift
     rest: int = field(default_factory=lambda: REST)  # batches without learning before the next with
     left: int = 0  # of them
-    seen: int = 0  # batches in c
-    centre: Tensor | None = None  # c
-    spread: float = 0.0  # v
     unsure: float = 0.0  # entropy of the predictions since the last learning: sum,
     batches: int = 0  # number of batches,
     before: float = 0.0  # and mean of the rest before
     shifts: int = 0
     mean: list[Tensor] | None = None  # of the parameters
+    detector: ShiftDetector = field(default_factory=ShiftDetector)
 
-    _coming = None  # a summary on its way from a GPU, when it has arrived, and the rest of what `note` was told
+    def __post_init__(self) -> None:
+        self._arriving = Arriving()  # a summary, and the rest of what `note` was told
 
     @property
     def due(self) -> bool:
@@ -74,38 +70,32 @@ class Schedule:
         A summary on a GPU is read by `settle`, before the next batch: waiting here would leave the GPU idle.
         """
         if summary.is_cuda:
-            arrived = torch.cuda.Event()
-            here = torch.empty_like(summary, device="cpu", pin_memory=True)
-            self._coming = here.copy_(summary, non_blocking=True), arrived, learned, n
-            arrived.record(torch.cuda.current_stream(summary.device))
+            self._arriving.send(summary, (learned, n))
         else:
             self._take(summary, learned, n)
 
     def settle(self) -> None:
         """Read what is still to come."""
-        if self._coming is not None:
-            summary, arrived, learned, n = self._coming
-            self._coming = None
-            arrived.synchronize()
+        held = self._arriving.take()
+        if held is not None:
+            summary, (learned, n) = held
             self._take(summary, learned, n)
 
     def _take(self, summary: Tensor, learned: bool, n: int) -> None:
         values = summary.cpu().numpy()  # a GPU may be waiting, and for so little numpy is quicker than torch
         means = values[:-1]
         unsure = float(values[-1])
-        with np.errstate(all="ignore"):  # what is not finite is passed over
-            away = means if self.centre is None else means - self.centre.numpy()
-            distance = 0.0 if self.centre is None else n * float(away @ away)
+        distance = self.detector.distance(means, n)
         if not (math.isfinite(unsure) and math.isfinite(distance)):
             return
-        if self.seen > 1 and distance > SHIFT * (1 + FEW / self.seen) * self.spread:
+        if self.detector.shifted(distance):
             self._begin()
         elif learned:
             self.learned += 1
             if self.learned >= BURST:
                 self._rest()
         else:
-            self._follow(away, distance)
+            self.detector.follow(means, n)
             self.unsure += unsure
             self.batches += 1
             self.left -= 1
@@ -142,18 +132,9 @@ class Schedule:
         self.batches = 0
         self.left = self.rest
 
-    def _follow(self, away: np.ndarray, distance: float) -> None:
-        """c and v with one more batch in them, which lies `away` from c."""
-        self.seen = min(self.seen + 1, MEMORY)
-        if self.centre is None:
-            self.centre = torch.from_numpy(away.copy())
-            return
-        self.centre = torch.from_numpy(self.centre.numpy() + away / self.seen)
-        weight = 1 / (self.seen - 1)
-        self.spread = (1 - weight) * self.spread + weight * distance * (self.seen - 1) / self.seen
-
     def state(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "detector"}
+        return own | self.detector.state()
 
     @classmethod
     def loaded(cls, state: Any, params: Sequence[Tensor]) -> "Schedule":
@@ -161,19 +142,19 @@ class Schedule:
         known = cls().state()
         if not isinstance(state, dict) or state.keys() != known.keys():
             raise ValueError("invalid schedule state: it has other entries")
-        numbers = [(value, known[name]) for name, value in state.items() if name not in ("centre", "mean")]
+        of_detector = ShiftDetector().state().keys()
+        detector = ShiftDetector.loaded({name: state[name] for name in of_detector}, "schedule")
+        own = {name: value for name, value in state.items() if name not in of_detector}
+        numbers = [(value, known[name]) for name, value in own.items() if name != "mean"]
         sound = all(type(value) is type(usual) and 0 <= value < math.inf for value, usual in numbers)
-        centre = state["centre"]
         mean = state["mean"]
-        if centre is not None:
-            sound = sound and isinstance(centre, Tensor) and centre.ndim == 1 and bool(centre.isfinite().all())
         if mean is not None:
             sound = sound and isinstance(mean, list | tuple) and all(isinstance(m, Tensor) for m in mean)
             sound = sound and [m.shape for m in mean] == [p.shape for p in params]
             sound = sound and all(bool(m.isfinite().all()) for m in mean)
         if not sound:
             raise ValueError("invalid schedule state: it has values that are out of range")
-        return cls(**{**copy.deepcopy(state), "centre": None if centre is None else centre.cpu()})
+        return cls(**copy.deepcopy(own), detector=detector)
 
 
 class Scheduled(Wrapper):
@@ -185,8 +166,8 @@ class Scheduled(Wrapper):
 
     state_name = "schedule"
 
-    def __init__(self, method: Method):
-        if not isinstance(method, ObjectiveMethod) or method.optimizer is None:
+    def __init__(self, method: Method | Wrapper):
+        if not isinstance(innermost(method), ObjectiveMethod) or method.optimizer is None:
             raise ValueError(f"schedule='auto' is for methods that learn from every batch, and {method.name} does not")
         super().__init__(method)
         self._schedule = Schedule()
@@ -204,6 +185,8 @@ class Scheduled(Wrapper):
         learn = learn and schedule.due
         before = self.updates if learn else 0
         seen = self.method.step(x, learn)
+        if learn and self.method.waiting:  # x is kept, and learned from later, with other images
+            return seen
         schedule.note(summary(seen.logits, seen.features), learn, len(x))
         if learn and self.updates > before:
             schedule.settle()

@@ -138,6 +138,10 @@ class Wrapper(Saved):
         return self.method.skipped
 
     @property
+    def waiting(self) -> int:
+        return self.method.waiting
+
+    @property
     def spent(self) -> bool:
         return self.method.spent
 
@@ -186,3 +190,10 @@ class Wrapper(Saved):
 
 
 Adapting = Method | Wrapper  # what `create` gives
+
+
+def innermost(method: Adapting) -> Method:
+    """Return the method inside all wrappers."""
+    while isinstance(method, Wrapper):
+        method = method.method
+    return method

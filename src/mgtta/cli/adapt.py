@@ -25,7 +25,9 @@ from mgtta.cli.options import (
 Data = Annotated[str, typer.Argument(help="A folder of images, a tree of class folders, or WebDataset tars.")]
 Out = Annotated[Path, typer.Option(help="Predictions: .csv or .jsonl.")]
 Method = Annotated[str, typer.Option(help="See `mgtta list`.")]
-Setting = Annotated[list[str], typer.Option("--set", help="A setting of the method, such as lr=5e-3; repeatable.")]
+Setting = Annotated[
+    list[str], typer.Option("--set", help="A setting of the method, such as lr=5e-3, pull=0.05, gather=16; repeatable.")
+]
 BatchSize = Annotated[int, typer.Option(help="Images in a batch.")]
 Images = Annotated[int | None, typer.Option(help="Number of images, from the first; by default all.")]
 Shuffle = Annotated[

@@ -63,6 +63,10 @@ class CoTTA(Method):
         self.measure = symmetric_cross_entropy if symmetric else cross_entropy
         self.random = torch.Generator().manual_seed(seed)
 
+    @property
+    def predicting(self) -> Classifier:
+        return self.teacher
+
     @torch.no_grad()
     def look(self, x: Tensor) -> Pass:
         """Return the teacher's logits: of x, or averaged over views of it if the anchor is unsure (Eq. 4)."""

@@ -1,6 +1,5 @@
 """`create`: a recipe, then an engine, then wrappers."""
 
-import math
 from typing import Any
 
 import torch
@@ -10,25 +9,18 @@ from torch.distributed import ProcessGroup
 from mgtta._lib.cpu import check_bfloat16
 from mgtta._lib.errors import unknown
 from mgtta._lib.ranks import ranks_of
+from mgtta.adaptation.gathered import Gathered
 from mgtta.adaptation.guarded import Guard, guarded
 from mgtta.adaptation.method import Method
+from mgtta.adaptation.recalled import Recalled
 from mgtta.adaptation.scheduled import SCHEDULES, Scheduled
 from mgtta.adaptation.wrapper import Adapting
-from mgtta.methods.registry import REQUIRED, SOURCE, Recipe, recipe
+from mgtta.methods._checks import check_number, check_settings
+from mgtta.methods.registry import recipe
 from mgtta.models.classifier import Classifier
 from mgtta.models.loading import as_classifier
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp8")
-OF_ALL = (  # settings of every method
-    "max_updates",
-    "max_seconds",
-    "process_group",
-    "guard",
-    "precision",
-    "low_memory",
-    "schedule",
-    "pull",
-)
 
 
 def create(
@@ -43,6 +35,8 @@ def create(
     low_memory: bool = False,
     schedule: str = "always",
     pull: float | None = None,
+    gather: int | None = None,
+    recall: int | None = None,
     **settings: Any,
 ) -> Adapting:
     """Return the method of a recipe around a copy of the model; `settings` overrides the recipe's own.
@@ -59,6 +53,8 @@ def create(
         low_memory: on the fast path, recompute activations instead of keeping them: slower.
         schedule: "auto" learns at once after a shift and then more and more rarely.
         pull: after each update the adapted parameters go this share of the way back to the source.
+        gather: predict at once, and learn from at least so many images together: for small batches.
+        recall: how many domains' states are kept, to be loaded when the stream returns to one of them.
     """
     if precision not in PRECISIONS:
         raise unknown("precision", precision, PRECISIONS)
@@ -66,12 +62,16 @@ def create(
         raise unknown("schedule", schedule, SCHEDULES)
     if guard is not None and not isinstance(guard, Guard | bool):
         raise TypeError(f"guard must be True, or mgtta.Guard(...), not {type(guard).__name__}")
-    if process_group is not None and (guard or schedule != "always"):
-        raise ValueError("guard and schedule judge by the images of their own rank: they cannot run over several ranks")
+    if process_group is not None and (guard or schedule != "always" or recall):
+        raise ValueError(
+            "guard, schedule and recall judge by the images of their own rank: they cannot run over several ranks"
+        )
     chosen = recipe(name)
     check_settings(chosen, settings)
     check_number("max_updates", max_updates, whole=True)
     check_number("max_seconds", max_seconds)
+    check_number("gather", gather, whole=True)
+    check_number("recall", recall, whole=True)
     with torch.inference_mode(False):
         method = chosen.build(as_classifier(model), settings)
         method.name = chosen.name
@@ -80,40 +80,31 @@ def create(
         _set_pull(method, pull)
         if process_group is not None:
             method.join(ranks_of(process_group))
-            said = repr((max_updates, max_seconds, pull, sorted(settings.items())))  # of tensors, a few digits
+            said = repr((max_updates, max_seconds, pull, gather, sorted(settings.items())))  # of tensors, a few digits
             method.ranks.agree("model, method and settings", [method.fingerprint, method.kind, said])
         _set_engine(method, precision, low_memory)
         method.remember_start()
-        wrapped: Adapting = method
-        if schedule == "auto":
-            wrapped = Scheduled(method)
-        if guard:
-            wrapped = guarded(wrapped, guard)
+        return _wrapped(method, gather, schedule, recall, guard)
+
+
+def _wrapped(
+    method: Method, gather: int | None, schedule: str, recall: int | None, guard: Guard | bool | None
+) -> Adapting:
+    """Return the method in its wrappers, from the inside to the outside.
+
+    Gather is innermost: a batch that rests is not kept, and a schedule counts the updates that gather makes. Recall is
+    around both, since they begin again with each domain that returns. The guard undoes what any of them did.
+    """
+    wrapped: Adapting = method
+    if gather:
+        wrapped = Gathered(method, gather)
+    if schedule == "auto":
+        wrapped = Scheduled(wrapped)
+    if recall:
+        wrapped = Recalled(wrapped, recall)
+    if guard:
+        wrapped = guarded(wrapped, guard)
     return wrapped
-
-
-def check_settings(chosen: Recipe, settings: dict[str, Any]) -> None:
-    """Reject settings that the recipe does not have, or values that make no sense, before anything is built."""
-    known = chosen.settings
-    for key in settings:
-        if key not in known:
-            raise unknown(f"setting of {chosen.name}", key, [*known, *OF_ALL])
-    for key, default in known.items():
-        if default is REQUIRED and settings.get(key) is None:
-            remedy = "mgtta.source_statistics(model, clean_images) makes it" if SOURCE in chosen.needs else "give it"
-            raise ValueError(f"{chosen.name} needs {key}=...: {remedy}")
-    check_number("lr", settings.get("lr"))
-    if not settings.get("decay", math.inf) > 0:
-        raise ValueError(f"decay must be above 0 (inf: the learning rate does not fall), not {settings['decay']}")
-
-
-def check_number(name: str, value: Any, whole: bool = False) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-        raise TypeError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r}")
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be finite and at least 0, not {value}")
 
 
 def _set_pull(method: Method, pull: float | None) -> None:

@@ -71,6 +71,8 @@ class Recipe:
             "guard": True,
             "schedule": pure and learns,
             "pull": learns,
+            "gather": learns,
+            "recall": learns,
             "bf16": pure,
             "ranks": self.method.shares_batches,
             "resume": True,

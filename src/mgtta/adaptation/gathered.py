@@ -1,0 +1,179 @@
+"""Gather: predict every call at once, keep the images, and learn from so many together.
+
+A gradient of one image is mostly noise, and a step along it does harm. So images of small batches are kept until there
+are enough of them; then the method learns from all of them, once, and forgets them. A call takes one forward pass, and
+now and then one update.
+
+BatchNorm layers cannot normalise by one image. A batch of fewer than FEW_IMAGES images is predicted with the statistics
+of the stream so far, and of the source before there are enough images in them. The update normalises by the images that
+were gathered.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mgtta.adaptation.method import Method
+from mgtta.adaptation.step import Pass
+from mgtta.adaptation.wrapper import Wrapper
+from mgtta.models.classifier import Classifier
+from mgtta.models.statistics import StreamStatistics
+
+FEW_IMAGES = 16  # under which the own statistics of a batch are too poor to normalise by
+PRIOR_IMAGES = 16  # for which the source's statistics count among those of the stream
+
+
+class Gathered(Wrapper):
+    """A method that learns from at least `images` images at a time, however few of them come in a call.
+
+    Kept images are part of the state. If they differ in size, the most frequent size is learned from. A batch whose
+    logits are not finite is not kept, and counts as skipped.
+
+    Attributes:
+        images: the number of images; with ranks, on all of them together.
+        kept: the images that wait, batch by batch, as they came.
+    """
+
+    state_name = "gather"
+    method: Method
+
+    def __init__(self, method: Method, images: int):
+        if method.optimizer is None:
+            raise ValueError(f"{method.name} does not learn by gradients, so it has no use for gather: leave it out")
+        if method.statistics is not None and method.precision != "fp32":
+            raise ValueError(
+                f"gather predicts with the stream's statistics in BatchNorm layers, and {method.name} on the fast path "
+                "does not keep them: take precision='fp32'"
+            )
+        super().__init__(method)
+        self.images = images
+        self.kept: list[Tensor] = []
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self.kept))
+
+    @torch.inference_mode(False)
+    def step(self, x: Tensor, learn: bool = True) -> Pass:
+        """Predict x; keep it, and learn from all that is kept if that is enough."""
+        if self.paused or self.spent:
+            return Pass(self.predict(x))
+        self.model.check(x)
+        if not learn:
+            return self._predict(x)
+        ranks = self.ranks
+        before, coming = ranks.total([self.waiting, len(x)])
+        if not before and coming >= self.images and not self._poor(len(x)):
+            return self.method.step(x)
+        seen = self._predict(x)
+        if not ranks.all(seen.logits.isfinite().all()):
+            self.engine.skipped += 1
+            return seen
+        self.kept.append(x.detach().clone())
+        if before + coming >= self.images:
+            together = self._together()
+            self.begin()
+            self.method.step(together, observe=False)
+        return seen
+
+    def predict(self, x: Tensor) -> Tensor:
+        self.model.check(x)
+        with self._stream_statistics(len(x)):
+            return self.method.predict(x)
+
+    def own(self) -> dict[str, Any]:
+        return {"kept": [x.clone() for x in self.kept]}
+
+    def check_own(self, state: Any) -> list[Tensor]:
+        if not isinstance(state, dict) or state.keys() != {"kept"}:
+            raise ValueError("invalid gather state: it has other entries")
+        kept = state["kept"]
+        if not isinstance(kept, list | tuple) or not all(isinstance(x, Tensor) and x.ndim for x in kept):
+            raise ValueError("invalid gather state: what it kept are not images")
+        if sum(map(len, kept)) >= self.images:
+            raise ValueError(f"invalid gather state: it kept more images than gather={self.images} lets wait")
+        try:
+            for x in kept:
+                self.model.check(x)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"invalid gather state: {error}") from error
+        return [x.clone() for x in kept]
+
+    def load_own(self, checked: list[Tensor]) -> None:
+        self.kept = checked
+
+    def begin(self) -> None:
+        self.kept = []
+
+    def _predict(self, x: Tensor) -> Pass:
+        with self._stream_statistics(len(x)):
+            return self.method.step(x, learn=False)
+
+    def _together(self) -> Tensor:
+        """Return the kept images in one batch: those of the most frequent shape and dtype."""
+        images: Counter[Any] = Counter()
+        for x in self.kept:
+            images[x.shape[1:], x.dtype] += len(x)
+        [(frequent, _)] = images.most_common(1)
+        alike = [x for x in self.kept if (x.shape[1:], x.dtype) == frequent]
+        return torch.cat([x.to(alike[0].device) for x in alike])
+
+    def _poor(self, n: int) -> bool:
+        """Return whether n images are too few for BatchNorm layers, if there are any."""
+        return self.method.statistics is not None and n < FEW_IMAGES
+
+    @contextmanager
+    def _stream_statistics(self, n: int) -> Iterator[None]:
+        """Let BatchNorm layers normalise a batch of n images by the stream's statistics within the block."""
+        statistics = self.method.statistics
+        if statistics is None or not self._poor(n):
+            yield
+            return
+        before = [(layer, layer.running_mean, layer.running_var) for _, layer in self._batch_norms()]
+        handles = []
+        for i, layer in self._batch_norms():
+            layer.running_mean, layer.running_var = blended(statistics, i, layer)
+            handles.append(layer.register_forward_pre_hook(_use_running))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for layer, mean, var in before:
+                layer.running_mean = mean
+                layer.running_var = var
+                layer.training = True
+
+    def _batch_norms(self) -> Iterator[tuple[int, _BatchNorm]]:
+        """Yield number and layer of all statistics, in the adapting network and in copies of it such as a teacher."""
+        assert self.method.statistics is not None
+        for model in self.method.modules():
+            if isinstance(model, Classifier):
+                for i, name in enumerate(self.method.statistics.layers):
+                    layer = model.net.get_submodule(name)
+                    assert isinstance(layer, _BatchNorm)
+                    yield i, layer
+
+
+def blended(statistics: StreamStatistics, i: int, layer: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return mean and variance (C,) of the stream for layer i, with the source's as if of PRIOR_IMAGES images.
+
+    As in Schneider et al., "Improving robustness against common corruptions by covariate shift adaptation" (2020).
+    """
+    share = statistics.images[i] / (statistics.images[i] + PRIOR_IMAGES)
+    source_mean = layer.get_buffer("running_mean")
+    source_var = layer.get_buffer("running_var")
+    mean = statistics.get_buffer(f"mean_{i}").to(source_mean)
+    var = statistics.get_buffer(f"var_{i}").to(source_var)
+    share = share.to(source_mean)
+    return torch.lerp(source_mean, mean, share), torch.lerp(source_var, var, share)
+
+
+def _use_running(layer: nn.Module, _inputs: tuple[Tensor, ...]) -> None:
+    """Normalise by the running statistics: called after the hook that asks for those of the batch."""
+    layer.training = False
