@@ -1,24 +1,29 @@
 import copy
 import statistics
+import sys
 
 import pytest
 import torch
 from conftest import confident_vit, images, random_generator, vit
+from PIL import Image
 
 import mgtta
+from mgtta import cli
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS, corrupt
 from mgtta.data.glyphs import Glyphs
 from mgtta.data.streams import stream
 from mgtta.evaluation.record import Record
 from mgtta.learned.optimizer import generator_inputs
 from mgtta.losses import objective
-from mgtta.training.meta import _Trainer, shifted_images
+from mgtta.training.episodes import KINDS, Passes, Streams
+from mgtta.training.meta import _Trainer, shifted_domains, shifted_images
 
 
 def trainer_in_float64(generator, batch_size=2, lr=1e-2):
     model = mgtta.load_model(vit().double())
     source = mgtta.source_statistics(model, images(16, seed=9).double())
-    return _Trainer(model, source, images(8).double(), generator.double(), batch_size, lr, 1e-2, 0.4, seed=0)
+    episodes = Passes(images(8).double(), batch_size, seed=0)
+    return _Trainer(model, source, episodes, generator.double(), batch_size, lr, 1e-2, 0.4, seed=0)
 
 
 def objective_after_one_update(trainer, theta, inputs, memory, x):
@@ -37,7 +42,7 @@ def objective_after_one_update(trainer, theta, inputs, memory, x):
 @pytest.mark.parametrize("first", [True, False], ids=["fresh memory", "written memory"])
 def test_the_meta_gradient_agrees_with_finite_differences(kind, first):
     trainer = trainer_in_float64(random_generator(3, kind))
-    xs = trainer.images.split(2)
+    xs = trainer.episodes.images.split(2)
     n = sum(p.numel() for p in trainer.theta)
     zeros = torch.zeros(n, dtype=torch.float64)
     grad = trainer.gradient(xs[0])
@@ -92,7 +97,7 @@ def test_one_pass_agrees_with_a_slow_transcription_of_algorithm_1():
             zip(names, [c.view_as(p) for c, p in zip(live.split(sizes), slow.theta, strict=True)], strict=True)
         )
         logits, features = torch.func.functional_call(
-            _Features(net), {f"net.{k}": w for k, w in weights.items()}, (slow.images[batch],)
+            _Features(net), {f"net.{k}": w for k, w in weights.items()}, (slow.episodes.images[batch],)
         )
         loss = objective(logits, features, slow.source.mean, slow.source.std, 0.4)
         outer.zero_grad()
@@ -264,3 +269,199 @@ def test_meta_train_rejects_invalid_arguments(model, source):
         mgtta.meta_train(mgtta.load_model(vit(seed=1)), source, images(4))
     with pytest.raises(ValueError, match="iterated more than once"):
         mgtta.meta_train(model, source, images(4), steps=2, validation=iter([]), progress=False)
+    with pytest.raises(ValueError, match="pull is a share"):
+        mgtta.meta_train(model, source, images(4), pull=1.0)
+    with pytest.raises(ValueError, match=r"unknown kind of episodes 'stream'.*streams"):
+        mgtta.meta_train(model, source, images(4), episodes="stream")
+    with pytest.raises(ValueError, match="one tensor of at least one image"):
+        mgtta.meta_train(model, source, [images(4)])
+    for wrong in (images(4), [], [images(4), "images"]):
+        with pytest.raises(ValueError, match="a list of images, one tensor"):
+            mgtta.meta_train(model, source, wrong, episodes="streams")
+    with pytest.raises(ValueError, match="at least batch_size images"):
+        mgtta.meta_train(model, source, [images(8), images(3)], batch_size=4, episodes="streams")
+    with pytest.raises(ValueError, match="episode_steps"):
+        mgtta.meta_train(model, source, [images(4)], episodes="streams", episode_steps=0)
+
+
+# --- the regime of deployment: pull, mirrored views, episodes of streams
+
+
+def test_meta_train_without_the_new_options_is_as_before(model, source):
+    """Norms of the weights as version 0.1 trained them, and its protocol, which old checkpoints must have."""
+    trained = mgtta.meta_train(model, source, shifted(0, 8), steps=10, lr=3e-3, seed=3, progress=False)
+    norms = [p.detach().norm().item() for p in trained.parameters()]
+    assert norms == pytest.approx(NORMS_OF_0_1, rel=1e-4)
+    assert trained.about["scores"] == pytest.approx([-2.3012497, -2.3012450, -2.3012438], rel=1e-6)
+    assert trained.about["training"].keys().isdisjoint({"pull", "mirror", "episodes", "episode_steps"})
+    explicit = {"pull": 0.0, "mirror": False, "episodes": "passes"}
+    again = mgtta.meta_train(model, source, shifted(0, 8), steps=10, lr=3e-3, seed=3, progress=False, **explicit)
+    assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), again.parameters(), strict=True))
+    assert trained.about == again.about
+
+
+NORMS_OF_0_1 = [
+    1.8315287, 0.23782079, 0.054798115, 0.024835767, 0.059082117, 0.060042288, 1.9397498, 1.6370997, 2.8158426,
+    0.059697948, 2.8918748, 0.093391806, 0.83396059,
+]  # fmt: skip
+
+
+def test_streams_are_episodes_of_one_domain_of_changing_and_of_mixed_domains():
+    domains = [torch.full((6, 3, 2, 2), float(d)) + torch.arange(6).view(-1, 1, 1, 1) / 10 for d in range(3)]
+    streams = Streams(domains, batch_size=4, seed=1, steps=8)
+    episodes = [streams.episode(k) for k in range(60)]
+    seen = {kind: [] for kind in KINDS}
+    for episode in episodes:
+        batches = list(episode.batches)
+        assert [x.shape for x in batches] == [(4, 3, 2, 2)] * 8
+        assert all(len(x[:, 0, 0, 0].unique()) == 4 for x in batches)
+        seen[episode.kind].append([set(x[:, 0, 0, 0].int().tolist()) for x in batches])
+    assert all(len(found) > 10 for found in seen.values())
+    assert 30 < sum(episode.from_source for episode in episodes) < 55
+    for found in seen["domain"]:
+        assert len(set.union(*found)) == 1
+    for found in seen["changing"]:
+        assert all(found[k] == found[k + 1] and len(found[k]) == 1 for k in (0, 2, 4, 6))
+    assert max(len(set.union(*found)) for found in seen["changing"]) > 1
+    assert all(max(map(len, found)) > 1 for found in seen["mixed"])
+    again = streams.episode(7)
+    assert all(torch.equal(a, b) for a, b in zip(again.batches, streams.episode(7).batches, strict=True))
+
+
+def test_the_inner_loop_of_training_is_the_deployed_step(model, source):
+    """One update of the trainer, pulled and mirrored, is one update of mgtta+ with the same generator."""
+    generator = random_generator()
+    episodes = Streams([images(8)], batch_size=8, seed=0, steps=1)
+    trainer = _Trainer(model, source, episodes, copy.deepcopy(generator), 8, 5e-3, 1e-2, 0.8, 0, 0.25, True)
+    list(trainer.one_pass(2))
+    [x] = episodes.episode(0).batches
+    method = mgtta.create("mgtta+", model, source=source, generator=generator, lr=5e-3, decay=float("inf"), pull=0.25)
+    method(x)
+    for a, b in zip(trainer.theta, method.adapted.values(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert not torch.equal(trainer.theta[0], trainer.origin[0])
+
+
+def test_the_meta_gradient_passes_the_pull():
+    """phi's gradient by finite differences through theta = (1 - pull) * (theta - lr * update) + pull * source."""
+    trainer = trainer_in_float64(random_generator(3))
+    trainer.pull = 0.3
+    first, second, *_ = trainer.episodes.images.split(2)
+    n = sum(p.numel() for p in trainer.theta)
+    zeros = torch.zeros(n, dtype=torch.float64)
+    inputs, *_ = generator_inputs(trainer.gradient(first), zeros, zeros, 1, (0.9, 0.99), 1e-8)
+    start = copy.deepcopy(trainer.generator.state_dict())
+    trainer.generate(inputs, None)
+    trainer.move_theta()
+    trainer.move_phi(trainer.gradient(second))
+    analytic = trainer.generator.o_proj.weight.grad.flatten()[0].item()
+    values = []
+    for step in (1e-5, -1e-5):
+        trainer.generator.load_state_dict(start)
+        trainer.return_to_source()
+        with torch.no_grad():
+            trainer.generator.o_proj.weight.view(-1)[0] += step
+        trainer.generate(inputs, None)
+        trainer.move_theta()
+        with torch.no_grad():
+            logits, features = trainer.model.features(second)
+        values.append(objective(logits, features, trainer.source.mean, trainer.source.std, 0.4).item())
+    assert analytic == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-5)
+
+
+def test_meta_train_on_streams_lowers_the_objective():
+    """Three seeds: the objective at the end of streams of new images, deployed as trained, against no training."""
+    for seed in range(3):
+        model = mgtta.load_model(confident_vit(seed))
+        source = mgtta.source_statistics(model, images(64, seed=50 + seed))
+        domains = [shifted(seed), (images(32, seed=70 + seed) * 0.5).clamp(0, 1)]
+        deployed = {"lr": 3e-3, "pull": 0.05}
+        trained = mgtta.meta_train(
+            model, source, domains, episodes="streams", episode_steps=16, steps=128, batch_size=4, mirror=True,
+            trade_off=0.8, seed=seed, progress=False, **deployed,
+        )  # fmt: skip
+        about = trained.about["training"]
+        assert (about["episodes"], about["pull"], about["mirror"]) == ("streams", 0.05, True)
+        assert trained.about["best"]["step"] == 128
+        assert len(trained.about["scores"]) == 1
+        torch.manual_seed(seed)
+        untrained = mgtta.MetaGradientGenerator()
+        final = []
+        for generator in (trained, untrained):
+            method = mgtta.create("mgtta+", model, source=source, generator=generator, **deployed)
+            losses = []
+            for t in range(24):
+                x = shifted(1000 + 100 * seed + t, n=8)
+                losses.append(method.loss(x)[1].item())
+                method(x)
+            final.append(statistics.mean(losses[-6:]))
+        assert final[0] < 0.9 * final[1]
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_meta_train_on_streams_resumes_from_its_checkpoint_bit_for_bit(tmp_path, model, source, validated):
+    validation = [Labelled(images(4, seed=t), torch.arange(4), "d") for t in range(2)] if validated else None
+    options = {
+        "steps": 22, "episodes": "streams", "episode_steps": 4, "pull": 0.1, "mirror": True, "batch_size": 2,
+        "validation": validation, "progress": False, "seed": 3,
+    }  # fmt: skip
+    domains = [shifted(0, n=8), shifted(1, n=6)]
+    straight = mgtta.meta_train(model, source, domains, **options)
+
+    class KilledError(Exception):
+        pass
+
+    saves = []
+
+    def save_then_die(trainer, path, protocol, save=_Trainer.save):
+        save(trainer, path, protocol)
+        saves.append(path)
+        if len(saves) == 3:
+            raise KilledError
+
+    checkpoint = tmp_path / "run.safetensors"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KilledError):
+        patch.setattr(_Trainer, "save", save_then_die)
+        mgtta.meta_train(model, source, domains, checkpoint=checkpoint, **options)
+    resumed = mgtta.meta_train(model, source, domains, checkpoint=checkpoint, **options)
+    assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
+    assert straight.about == resumed.about
+    for change in ({"steps": 30}, {"pull": 0.2}, {"mirror": False}, {"episode_steps": 5}):
+        with pytest.raises(ValueError, match="other settings"):
+            mgtta.meta_train(model, source, domains, checkpoint=checkpoint, **{**options, **change})
+
+
+def test_shifted_domains_are_the_same_images_under_each_corruption():
+    data = Glyphs(60)
+    found = shifted_domains(data, 12, seed=1)
+    [batch] = stream(data, batch_size=12, first=12, seed=1)
+    assert len(found) == len(VALIDATION_CORRUPTIONS)
+    for x, name in zip(found, VALIDATION_CORRUPTIONS, strict=True):
+        assert torch.equal(x, corrupt(batch.x, name, index=batch.index, seed=1))
+
+
+def test_set_takes_inf_so_that_a_rate_need_not_fall():
+    assert cli.options.settings(["decay=inf", "lr=5e-3", "generator=inf.safetensors"]) == {
+        "decay": float("inf"),
+        "lr": 5e-3,
+        "generator": "inf.safetensors",
+    }
+
+
+def test_the_command_trains_on_streams(tmp_path, monkeypatch):
+    glyphs = Glyphs(20)
+    (tmp_path / "images").mkdir()
+    for i in range(20):
+        Image.fromarray(glyphs[i][0].permute(1, 2, 0).numpy()).save(tmp_path / "images" / f"{i:02}.png")
+    words = f"--model glyphs_vit --source glyphs_vit --device cpu --corrupt --streams --images 16 --out {tmp_path}/g"
+    for more, expected in (
+        ("--steps 3", {"batch_size": 16, "lr": 5e-3, "pull": 0.05, "trade_off": 0.4, "domains": 4, "images": 64}),
+        ("--steps 2 --mirror --pull 0 --batch-size 4", {"batch_size": 4, "mirror": True, "trade_off": 0.8}),
+    ):
+        monkeypatch.setattr("sys.argv", ["mgtta", "train", str(tmp_path / "images"), *words.split(), *more.split()])
+        with pytest.raises(SystemExit) as stop:
+            sys.exit(cli.main())
+        assert not stop.value.code
+        training = mgtta.load_generator(tmp_path / "g").about["training"]
+        assert training["episodes"] == "streams"
+        assert expected.items() <= training.items()

@@ -1,6 +1,7 @@
 """Options that several commands have, and how their text is read."""
 
 import ast
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,7 +51,7 @@ def number(text: str, option: str) -> float:
 
 
 def settings(pairs: list[str]) -> dict[str, Any]:
-    """Return the values of `--set name=value`: Python's numbers, lists and so on, or else the text itself."""
+    """Return the values of `--set name=value`: Python's numbers, lists and so on, inf, or else the text itself."""
     found = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -58,6 +59,9 @@ def settings(pairs: list[str]) -> dict[str, Any]:
             raise ValueError(f"--set takes name=value, not {pair!r}")
         if key in OWN_OPTIONS:
             raise ValueError(f"--set {key}: that is an option of its own, {OWN_OPTIONS[key]}")
+        if value == "inf":
+            found[key] = math.inf
+            continue
         try:
             found[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # the last two: nested too deeply

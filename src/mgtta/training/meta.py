@@ -6,9 +6,13 @@ Notation    theta  the model's norm parameters, updated by the generator with `l
 One step: a forward and backward pass at theta_t gives g_t. Since theta_t = theta_{t-1} - lr * update_{t-1}(phi), the
 same g_t, passed back through that one update, is phi's gradient. phi is updated, and then generates the next update of
 theta. Memory and moments carry values from step to step but no graph, so the gradient reaches one step back.
+
+With a pull, theta_t = (1 - pull) * (theta_{t-1} - lr * update_{t-1}(phi)) + pull * theta_source, as when deployed.
+Which batches come is decided in `mgtta.training.episodes`.
 """
 
 import copy
+import math
 import os
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -20,6 +24,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from mgtta import __version__
+from mgtta._lib.errors import unknown
 from mgtta._lib.files import check_kind, fingerprint, read_tree, write_tree
 from mgtta.adaptation.step import EagerEngine
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS
@@ -29,20 +34,21 @@ from mgtta.learned.generator import MetaGradientGenerator
 from mgtta.learned.optimizer import BETAS, EPS, MGG, generator_inputs
 from mgtta.losses import objective
 from mgtta.methods.mgtta import MGTTA
+from mgtta.methods.mgtta_plus import MGTTAPlus
 from mgtta.models.classifier import Classifier
 from mgtta.models.loading import as_classifier
 from mgtta.models.norms import norm_parameters
 from mgtta.models.source import SourceStatistics
+from mgtta.training.episodes import EPISODES, Episodes, Passes, Streams
 
 KIND = "mgtta training run"
 VERSION = 1
-SEED_STRIDE = 1_000_003  # between the seeds of the orders of two trainings; more than there are passes
 
 
 def meta_train(
     model: Classifier | nn.Module,
     source: SourceStatistics,
-    images: Tensor,
+    images: Tensor | Sequence[Tensor],
     *,
     generator: MetaGradientGenerator | None = None,
     hidden_size: int = 8,
@@ -57,24 +63,41 @@ def meta_train(
     seed: int = 0,
     checkpoint: str | os.PathLike | None = None,
     progress: bool = True,
+    pull: float = 0.0,
+    mirror: bool = False,
+    episodes: str = "passes",
+    episode_steps: int = 32,
 ) -> MetaGradientGenerator:
     """Train a generator by Algorithm 1, with the paper's settings, and return the best one. `model` does not change.
 
     After each pass over the images, the generator is judged by adapting the source model with it, and the best is kept.
+    With `episodes="streams"`, it is judged after each episode if there are validation batches; otherwise the last one
+    is returned.
 
     Args:
-        images: unlabelled images of shifted domains, (M, 3, H, W); 128 are enough.
+        images: unlabelled images of shifted domains, (M, 3, H, W); 128 are enough. With `episodes="streams"`, a list
+            of such tensors, one for each domain.
         generator: one to continue training; by default a new one of `hidden_size` and `memory`.
         validation: labelled batches that can be iterated more than once. The generator is judged by its accuracy on
             them at `validation_lr`; without them, by the mean objective over the training images.
-        checkpoint: checkpoint file, written after each pass; if it exists, the training resumes from it.
+        checkpoint: checkpoint file, written after each pass or episode; if it exists, the training resumes from it.
+        pull: after each update the model's parameters go this share of the way back to the source, as in `create`.
+        mirror: every image is seen with its mirror image, as by mgtta+.
+        episodes: "passes" over the images, as in the paper, or "streams": episodes of `episode_steps` batches of one
+            domain, of changing domains or of mixed domains, most of them from the source model, while `outer_lr`
+            falls linearly to zero. Give the `lr` and the `pull` that the generator will be used with.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
+    if not 0 <= pull < 1:
+        raise ValueError(f"pull is a share of the way back to the source: at least 0 and below 1, not {pull}")
     model = as_classifier(model)
     start = _start(generator, hidden_size, memory, seed)
-    trainer = _Trainer(model, source, images, start, batch_size, lr, outer_lr, trade_off, seed)
-    judged_by = "mean objective" if validation is None else f"accuracy at lr {validation_lr}"
+    found = _episodes(episodes, images, batch_size, seed, episode_steps)
+    trainer = _Trainer(model, source, found, start, batch_size, lr, outer_lr, trade_off, seed, pull, mirror)
+    judged_by = "mean objective"
+    if validation is not None:
+        judged_by = f"accuracy at lr {validation_lr}"
     protocol = trainer.protocol(steps, judged_by)
     if checkpoint is not None and Path(checkpoint).exists():
         trainer.resume(checkpoint, protocol)
@@ -83,7 +106,8 @@ def meta_train(
         while trainer.step < steps:
             for _ in trainer.one_pass(steps):
                 bar.update(task, completed=trainer.step)
-            trainer.judge(validation, validation_lr)
+            if trainer.step >= steps or validation is not None or not found.judged_at_end:
+                trainer.judge(validation, validation_lr)
             bar.update(task, description=f"training the generator ({trainer.best_so_far()})")
             if checkpoint is not None:
                 trainer.save(checkpoint, protocol)
@@ -97,29 +121,30 @@ class _Trainer:
         self,
         model: Classifier,
         source: SourceStatistics,
-        images: Tensor,
+        episodes: Episodes,
         generator: MetaGradientGenerator,
         batch_size: int,
         lr: float,
         outer_lr: float,
         trade_off: float,
         seed: int,
+        pull: float = 0.0,
+        mirror: bool = False,
     ):
-        if not isinstance(images, Tensor) or images.ndim < 2 or len(images) == 0:
-            raise ValueError("images must be one tensor of at least one image, (M, 3, H, W)")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         self.fingerprint = model.fingerprint()
         source.check(model.name, self.fingerprint)
         self.source_model = model
-        self.images = images
+        self.episodes = episodes
         self.batch_size = batch_size
         self.lr = lr
         self.outer_lr = outer_lr
         self.trade_off = trade_off
         self.seed = seed
+        self.pull = pull
+        self.mirror = mirror
         self.model = copy.deepcopy(model).requires_grad_(False).use_batch_statistics()
         self.theta = [p.requires_grad_() for p in norm_parameters(self.model)]
+        self.origin = [p.detach().clone() for p in self.theta]
         like = self.theta[0]
         self.source = source.to(like)
         self.generator = generator.to(like.device, like.dtype)
@@ -138,13 +163,12 @@ class _Trainer:
 
         Called before the first step: it holds a hash of the starting weights.
         """
-        return {
+        found = {
             "model": self.source_model.name,
             "fingerprint": self.fingerprint,
             "hidden_size": self.generator.hidden_size,
             "memory": self.generator.memory_kind,
-            "images": len(self.images),
-            "images' hash": fingerprint({"images": self.images.float()}),
+            **self.episodes.protocol(),
             "starting weights": fingerprint(self.generator.state_dict()),
             "steps": steps,
             "batch_size": self.batch_size,
@@ -154,21 +178,31 @@ class _Trainer:
             "seed": self.seed,
             "validated by": judged_by,
         }
+        if self.pull:
+            found["pull"] = self.pull
+        if self.mirror:
+            found["mirror"] = True
+        if self.episodes.decays:  # not by `steps`, which a checkpoint may change
+            found["outer_lr falls to 0 at step"] = steps
+        return found
 
     def one_pass(self, steps: int) -> Iterable[int]:
-        """Take at most one pass over the images, up to step `steps`, starting with empty moments and memory."""
-        order = torch.Generator().manual_seed(SEED_STRIDE * self.seed + self.passes)
-        index = torch.randperm(len(self.images), generator=order)
+        """Take at most one episode, up to step `steps`, starting with empty moments and memory."""
+        episode = self.episodes.episode(self.passes)
+        if episode.from_source:
+            self.return_to_source()
         n = sum(p.numel() for p in self.theta)
         exp_avg = self.theta[0].new_zeros(n)
         exp_avg_sq = self.theta[0].new_zeros(n)
         memory: Tensor | None = None
         t = 0
-        for batch in index.split(self.batch_size):
+        for x in episode.batches:
             if self.step >= steps:
                 break
+            if self.episodes.decays:
+                self.outer.param_groups[0]["lr"] = self.outer_lr * (1 - self.step / steps)
             self.step += 1
-            grad = self.gradient(self.images[batch])
+            grad = self.gradient(x)
             if grad is None:
                 self.skipped += 1
                 continue
@@ -182,7 +216,12 @@ class _Trainer:
 
     def gradient(self, x: Tensor) -> Tensor | None:
         """Return g_t = d objective / d theta, (n,), or None if it is not finite."""
+        if self.mirror:
+            x = self.model.pixels(x)
+            x = torch.cat([x, x.flip(-1)])
         logits, features = self.model.features(x)
+        if self.mirror:  # the mean over an image and its mirror image
+            logits = logits.reshape(2, len(x) // 2, logits.shape[1]).mean(0)
         loss = objective(logits, features, self.source.mean, self.source.std, self.trade_off)
         grads = torch.autograd.grad(loss, self.theta, materialize_grads=True)
         grad = torch.cat([g.flatten() for g in grads])
@@ -191,10 +230,11 @@ class _Trainer:
         return grad
 
     def move_phi(self, grad: Tensor) -> None:
-        """Take one Adam step along d objective / d phi = -lr * g_t . d update_{t-1} / d phi."""
+        """Take one Adam step along d objective / d phi = -lr * (1 - pull) * g_t . d update_{t-1} / d phi."""
         if self.update is None:
             return
-        grads = torch.autograd.grad(self.update, self.phi, grad_outputs=-self.lr * grad, allow_unused=True)
+        back = -self.lr * (1 - self.pull) * grad
+        grads = torch.autograd.grad(self.update, self.phi, grad_outputs=back, allow_unused=True)
         for p, g in zip(self.phi, grads, strict=True):
             p.grad = g
         self.outer.step()
@@ -211,11 +251,21 @@ class _Trainer:
 
     @torch.no_grad()
     def move_theta(self) -> None:
-        """theta_{t+1} = theta_t - lr * update_t."""
+        """theta_{t+1} = theta_t - lr * update_t; then theta goes the share `pull` of the way back to the source."""
         assert self.update is not None
         updates = self.update.split([p.numel() for p in self.theta])
-        for p, update in zip(self.theta, updates, strict=True):
+        for p, update, origin in zip(self.theta, updates, self.origin, strict=True):
             p.sub_(update.view_as(p), alpha=self.lr)
+            if self.pull:
+                p.lerp_(origin, self.pull)
+
+    @torch.no_grad()
+    def return_to_source(self) -> None:
+        """Set theta to the source's values. The last update is forgotten, since it moves theta no longer."""
+        for p, origin in zip(self.theta, self.origin, strict=True):
+            p.copy_(origin)
+        self.update = None
+        self.pending = None
 
     def judge(self, validation: Iterable[Any] | None, lr: float) -> None:
         """Adapt the source model with the present generator; keep a copy of it if it scores best so far."""
@@ -232,15 +282,16 @@ class _Trainer:
         return self.accuracy(validation, lr)
 
     def mean_objective(self) -> float:
-        """Return the mean objective over the training images while the source model adapts to them."""
-        method = self.method(self.lr)
-        engine = EagerEngine(method)
+        """Return the mean objective over the training images while the source model adapts to them, by domain."""
         losses = []
-        for x in self.images.split(self.batch_size):
-            seen = method.look(x)
-            loss = method.objective(*seen)
-            losses.append(loss.detach())
-            engine.learn(loss)
+        for images in self.episodes.domains:
+            method = self.method(self.lr)
+            engine = EagerEngine(method)
+            for x in images.split(self.batch_size):
+                seen = method.look(x)
+                loss = method.objective(*seen)
+                losses.append(loss.detach())
+                engine.learn(loss)
         return float(torch.stack(losses).nanmean())
 
     def accuracy(self, validation: Iterable[Any], lr: float) -> float:
@@ -254,7 +305,13 @@ class _Trainer:
     def method(self, lr: float) -> MGTTA:
         """Return the method that adapts a copy of the source model with the present generator."""
         optimizer = partial(MGG, generator=self.generator, lr=lr)
-        return MGTTA(self.source_model, optimizer, source=self.source, trade_off=self.trade_off)
+        own: dict[str, Any] = {"source": self.source, "trade_off": self.trade_off}
+        if self.mirror:
+            method: MGTTA = MGTTAPlus(self.source_model, optimizer, recentre=0.0, decay=math.inf, **own)
+        else:
+            method = MGTTA(self.source_model, optimizer, **own)
+        method.pull = self.pull
+        return method
 
     def best_so_far(self) -> str:
         """Return the best score and its step, for the progress bar."""
@@ -335,6 +392,32 @@ def shifted_images(
         [batch] = stream(domain, batch_size=count, first=count, shuffle=shuffle, seed=seed, device=device)
         parts.append(batch.x[i :: len(corruptions)])
     return torch.cat(parts)
+
+
+def shifted_domains(
+    dataset: Any,
+    count: int = 128,
+    corruptions: Sequence[str] = VALIDATION_CORRUPTIONS,
+    *,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+) -> list[Tensor]:
+    """Return the same `count` images of a clean data set under each corruption at severity 5: one tensor for each."""
+    found = []
+    for domain in corrupted(dataset, corruptions):
+        [batch] = stream(domain, batch_size=count, first=count, seed=seed, device=device)
+        found.append(batch.x)
+    return found
+
+
+def _episodes(name: str, images: Any, batch_size: int, seed: int, steps: int) -> Episodes:
+    if name not in EPISODES:
+        raise unknown("kind of episodes", name, EPISODES)
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+    if name == "passes":
+        return Passes(images, batch_size, seed)
+    return Streams(images, batch_size, seed, steps)
 
 
 def _start(generator: MetaGradientGenerator | None, hidden_size: int, memory: str, seed: int) -> MetaGradientGenerator:
