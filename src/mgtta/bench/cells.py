@@ -79,10 +79,16 @@ class Cell:
     data: str | None = None  # images other than the setup's
     training: Training | None = None  # of the method's generator
     alone: bool = False  # measured for time and memory, in a process of its own
-    chosen_from: tuple[float, ...] = ()  # the learning rates of a sweep
+    chosen_from: tuple[float, ...] = ()  # the learning rates of a sweep, one for each try
+    kind: str | None = None  # of stream, in the experiment `streams`
+    by_class: bool = False  # sorted by class within each domain
+    limit: int | None = None  # images per domain, if fewer than the setup's
+    without: tuple[str, ...] = ()  # settings that all methods were to have, and that this one refuses
 
     def __str__(self) -> str:
         where = f"{len(self.domains)} corruptions"
+        if self.kind is not None:
+            return f"{self.method} on the stream {self.kind}"
         if len(self.domains) == 1:
             where = self.domains[0]
         return f"{self.method} on {where}"
@@ -95,7 +101,8 @@ class Cell:
     @property
     def stream(self) -> tuple[Any, ...]:
         """The same for cells that see the same batches."""
-        return (self.split, self.data, self.domains, self.severity, self.batch_size, self.mixed, self.seed)
+        order = (self.mixed, self.by_class, self.limit, self.seed)
+        return (self.split, self.data, self.domains, self.severity, self.batch_size, *order)
 
     def key(self, setup: Setup) -> str:
         """Return a hash of the work.
@@ -103,7 +110,7 @@ class Cell:
         It does not depend on the experiment that asks for the work, nor, unless time is measured, on the device and
         the number of ranks.
         """
-        cell = dataclasses.replace(self, experiment="", chosen_from=())
+        cell = dataclasses.replace(self, experiment="", chosen_from=(), kind=None, without=())
         if self.method in STILL:
             cell = dataclasses.replace(cell, max_updates=None, max_seconds=None, settings=())
         counted = dataclasses.replace(setup, profile=False)
@@ -144,6 +151,10 @@ class Options:
     sizes: Sequence[int] = (2, 4, 8, 16, 32, 64)  # of a generator's memory
     rates: Sequence[float] = RATES
     training: Training = Training()
+    wrappers: Sequence[tuple[str, Any]] = ()  # of `streams`: settings for all methods, or METHOD.NAME for one
+    rounds: int = 10  # of `streams`
+    round_images: int = 1000  # per domain and round
+    single: int = 400  # images per domain that come in batches of one
 
     def below(self, budgets: Iterable[int]) -> list[int]:
         """Return the budgets that are smaller than a domain."""

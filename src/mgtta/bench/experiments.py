@@ -12,6 +12,7 @@ from mgtta._lib.errors import unknown
 from mgtta._lib.shipped import shipped
 from mgtta.bench.cells import Cell, Options, Setup, Training
 from mgtta.bench.needs import check_known, takes_trade_off
+from mgtta.bench.streams import streams
 from mgtta.bench.sweep import rates
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
 from mgtta.data.datasets import KINDS
@@ -32,6 +33,8 @@ QUICK: dict[str, Any] = {
     "sizes": (2, 8, 16),
     "rates": (0.1, 1.0, 10.0),
     "training": Training(images=16, steps=16, judges=16),
+    "rounds": 2,
+    "single": 16,
 }
 
 
@@ -145,6 +148,7 @@ EXPERIMENTS: dict[str, Callable[[Options], list[Cell]]] = {
     "learning-rate": learning_rate,
     "convergence": convergence,
     "continual": continual,
+    "streams": streams,
     "all": everything,
 }
 

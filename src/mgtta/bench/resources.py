@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import math
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -289,8 +290,9 @@ class Lab:
             domains,
             batch_size=cell.batch_size,
             mixed=cell.mixed,
+            imbalance=math.inf if cell.by_class else None,
             seed=cell.seed,
-            first=self.setup.images,
+            first=min(filter(None, (cell.limit, self.setup.images)), default=None),
             device=self.setup.device,
             part=ranks_of(self.group).part,
         )
@@ -303,15 +305,25 @@ class Lab:
 
     def _domains(self, cell: Cell, images: Any) -> list[Domain]:
         if cell.severity == 0:
+            if isinstance(images, str):
+                raise ValueError(f"clean images are needed: {images} is ImageNet-C, name others with --data")
             return [Domain(cell.domains[0], images)]
-        if not isinstance(images, str):
-            return corrupted(images, cell.domains, cell.severity)
-        found = []
-        for domain in corrupted(images, cell.domains, cell.severity, **self._sizes):
-            key = (images, domain.name, cell.severity)
-            held = self._sets.setdefault(key, Held(domain.dataset, self.room))
-            found.append(dataclasses.replace(domain, dataset=held))
-        return found
+        found = {name: self._domain(name, cell.severity, images) for name in dict.fromkeys(cell.domains)}
+        return [found[name] for name in cell.domains]
+
+    def _domain(self, name: str, severity: int, images: Any) -> Domain:
+        """Return the domain of a corruption, or of one at its own severity: "fog" or "fog/3"."""
+        corruption, _, own = name.partition("/")
+        if own:
+            severity = int(own)
+        options = {}
+        if isinstance(images, str):
+            options = self._sizes
+        [domain] = corrupted(images, [corruption], severity, **options)
+        if isinstance(images, str):
+            held = self._sets.setdefault((images, corruption, severity), Held(domain.dataset, self.room))
+            domain = dataclasses.replace(domain, dataset=held)
+        return dataclasses.replace(domain, name=name)
 
     def seen(self, cell: Cell) -> dict[str, str]:
         """Return hashes of what the cell reads from disk, as it is now."""
@@ -357,6 +369,8 @@ class Lab:
         order = f"shuffled, seed {cell.seed}"
         if cell.mixed:
             order += ", corruptions mixed within batches"
+        if cell.by_class:
+            order += ", then sorted by class"
         return {
             "data": self.setup.data or "rendered characters",
             "validation": validation,
@@ -414,7 +428,9 @@ def generator_of(cell: Cell, setup: Setup) -> str | None:
 
 def asked(cell: Cell) -> dict[str, Any]:
     """Return the cell's fields as a record has them."""
-    return {**dataclasses.asdict(cell), "domains": list(cell.domains), "settings": dict(cell.settings)}
+    fields = dataclasses.asdict(cell)
+    lists = {name: list(fields[name]) for name in ("domains", "without")}
+    return {**fields, **lists, "settings": dict(cell.settings)}
 
 
 def _characters(split: str, count: int) -> Glyphs:

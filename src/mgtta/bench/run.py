@@ -23,6 +23,7 @@ from mgtta.bench.needs import needs_clean_images
 from mgtta.bench.provenance import check_unchanged
 from mgtta.bench.resources import HELD_BYTES, Lab, Watch, asked, generator_of, known_source, training_of
 from mgtta.bench.store import Store
+from mgtta.bench.streams import stream_tries, tuned_jointly
 from mgtta.bench.sweep import sweep_cells, tuned
 from mgtta.learned.files import load_generator
 from mgtta.models.source import load_source
@@ -42,12 +43,21 @@ def run_experiment(
     process_group: ProcessGroup | None = None,
     ray: str | None = None,
 ) -> Records:
-    """Return the records of an experiment; with `sweep`, at learning rates chosen on the validation corruptions."""
+    """Return the records of an experiment; with `sweep`, at learning rates chosen on the validation corruptions.
+
+    For `streams`, learning rate and pull are chosen for all kinds of stream together.
+    """
     more: dict[str, Any] = {"workers": workers, "watch": watch, "process_group": process_group, "ray": ray}
     cells = experiment_cells(name, options)
     if sweep:
-        tries = sweep_cells(cells)
-        cells = tuned(cells, tries, run_cells(tries, setup, store, title="sweep", **more))
+        joint = [cell for cell in cells if cell.kind is not None]
+        cells = [cell for cell in cells if cell.kind is None]
+        if cells:
+            tries = sweep_cells(cells)
+            cells = tuned(cells, tries, run_cells(tries, setup, store, title="sweep", **more))
+        if joint:
+            tries = stream_tries(options)
+            cells += tuned_jointly(joint, run_cells(tries, setup, store, title="sweep", **more))
     return run_cells(cells, setup, store, title=name, **more)
 
 

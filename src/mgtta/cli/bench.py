@@ -20,6 +20,7 @@ from mgtta.cli.options import (
     Timeout,
     names,
     number,
+    settings,
 )
 
 EXPERIMENTS = (  # the names in mgtta.bench.experiments, which imports torch
@@ -36,6 +37,7 @@ EXPERIMENTS = (  # the names in mgtta.bench.experiments, which imports torch
     "learning-rate",
     "convergence",
     "continual",
+    "streams",
     "all",
 )
 BATCH_SIZE = 64
@@ -64,6 +66,12 @@ Ray = Annotated[
 Quick = Annotated[bool, typer.Option("--quick", help="Few images and small batches, to see whether it runs.")]
 Json = Annotated[bool, typer.Option("--json", help="Print events and records as lines of JSON, without bars.")]
 Tf32 = Annotated[bool, typer.Option("--tf32", help="Faster matrix products on the GPU, rounded to TF32.")]
+Set = Annotated[
+    list[str],
+    typer.Option("--set", help="Of `streams`, NAME=VALUE for all methods: pull, gather, recall; METHOD.NAME for one."),
+]
+Single = Annotated[int | None, typer.Option(min=1, help="Of `streams`: images per domain in batches of one.")]
+Rounds = Annotated[int | None, typer.Option(min=1, help="Of `streams`: number of rounds.")]
 Profile = Annotated[bool, typer.Option("--profile", help="Show where the time goes; waits for the GPU.")]
 
 
@@ -84,6 +92,9 @@ def bench(
     images: Images = None,
     corruptions: Corruptions = "",
     seconds: Seconds = "",
+    set_: Set = [],
+    single: Single = None,
+    rounds: Rounds = None,
     sweep: Sweep = False,
     workers: Workers = 0,
     ray: Ray = None,
@@ -118,6 +129,7 @@ def bench(
     )
     variants = _variants(variant, experiment, data)
     amount = _amount(quick, corruptions, seconds, images, data)
+    amount |= _of_streams(experiment, set_, single, rounds)
     options = Options(names(methods), seeds, variants, generator, **amount)
     store = Store(out)
     group = process_group(context, device, timeout)
@@ -167,6 +179,15 @@ def _amount(quick: bool, corruptions: str, seconds: str, images: int | None, dat
     if images is not None:
         amount["batches"] = -(-images // amount["batch_size"])  # rounded up
     return amount
+
+
+def _of_streams(experiment: str, pairs: list[str], single: int | None, rounds: int | None) -> dict[str, Any]:
+    """Return what was given for the experiment `streams`; an error if another one is asked for."""
+    found = {"wrappers": tuple(settings(pairs).items()), "single": single, "rounds": rounds}
+    given = {name: value for name, value in found.items() if value}
+    if given and experiment not in ("streams", "all"):
+        raise ValueError("--set, --single and --rounds belong to `mgtta bench streams`: leave them out")
+    return given
 
 
 def _run(experiment: str, options: Any, setup: Any, store: Any, json: bool, first: bool, more: dict[str, Any]) -> Any:

@@ -23,9 +23,30 @@ from mgtta.data.datasets import imagenet_c
 from mgtta.data.images import ImageError
 from mgtta.data.plan import Planned, label_shift, plan_batches
 
-__all__ = ["GRADUAL", "Batch", "Domain", "Stream", "corrupted", "gradual", "label_shift", "split_stream", "stream"]
+__all__ = [
+    "GRADUAL",
+    "STREAM_KINDS",
+    "Batch",
+    "Domain",
+    "Stream",
+    "corrupted",
+    "gradual",
+    "label_shift",
+    "split_stream",
+    "stream",
+]
 
 GRADUAL = (1, 2, 3, 4, 5, 4, 3, 2, 1)  # severities of the gradual setting
+STREAM_KINDS = {  # what a deployed method may meet
+    "reset": "one corruption after another, reset before each",
+    "continual": "one corruption after another, never reset",
+    "rounds": "all corruptions in several rounds, never reset",
+    "mixed": "all corruptions mixed within each batch",
+    "labels": "as continual, each corruption sorted by class",
+    "one": "as continual, in batches of one image",
+    "gradual": "each corruption rises to severity 5 and falls again, never reset",
+    "clean": "the images as they are",
+}
 
 
 class Batch(NamedTuple):

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 from mgtta.data.corruptions import CORRUPTIONS
+from mgtta.data.streams import STREAM_KINDS
 from mgtta.methods.registry import recipes
 
 Record = dict[str, Any]
@@ -32,6 +33,7 @@ TITLES = {
     "learning-rate": "Learning rates on the test stream: to compare, not to choose (appendix C.3)",
     "convergence": "Convergence (Figure 3)",
     "continual": "Corruptions one after another, never reset",
+    "streams": "Eight kinds of stream, one setting of each method for all",
     "sweep": "Learning rates tried on the validation corruptions",
 }
 # experiment -> what its columns are, if not domains: one section each
@@ -43,6 +45,7 @@ AXES = {
     "sweep": ("lr",),
     "hidden-size": ("hidden_size",),
     "samples": ("training_images",),
+    "streams": ("kind",),
 }
 AXIS_NAMES = {
     "max_updates": "maximum updates",
@@ -51,6 +54,7 @@ AXIS_NAMES = {
     "lr": "learning rate",
     "hidden_size": "hidden size",
     "training_images": "training images",
+    "kind": "kind of stream",
 }
 # what may tell two rows of a method apart, besides its settings
 DISTINCT = {
@@ -68,6 +72,7 @@ DISTINCT = {
     "device": "on {}",
 }
 TOLD = {"generator": ("training_images", "hidden_size")}  # is not named where these differ already
+WRAPPERS = ("pull", "gather", "recall")  # always named in a row, if given
 COSTS = {"runtime": "milliseconds", "memory": "megabytes"}  # experiment -> its figure, if not accuracy
 LOWER_IS_BETTER = ("ece", "seconds", "peak_memory", *COSTS.values())
 DIGITS = {"milliseconds": 2, "megabytes": 0}  # after the point; 1 for other figures
@@ -108,7 +113,8 @@ class Section:
     def title(self) -> str:
         title = TITLES.get(self.experiment, str(self.experiment))
         if self.experiment == "sweep":
-            return f"{title}: {self.stream}"
+            kind = self.records[0].get("kind")
+            return f"{title}: {kind or self.stream}"
         if len(AXES.get(self.experiment, ())) > 1:
             return f"{title}: {self.axis_name}"
         return title
@@ -145,6 +151,8 @@ class Section:
     def columns(self) -> list[str]:
         if self.axis == "domain":
             return self.domains
+        if self.axis == "kind":
+            return sorted(unique(map(self.column, self.records)), key=lambda kind: place(STREAM_KINDS, kind))
         return sorted(unique(self.column(record) for record in self.records), key=as_number)
 
     @cached_property
@@ -170,10 +178,10 @@ class Section:
         return self.at_last(self.shared)
 
     def at_last(self, records: list[Record]) -> list[Record]:
-        """Return the records of the last column, the largest budget or size; of domains all, of rates none."""
+        """Return the records of the last column, the largest budget or size; of domains all, of rates, kinds none."""
         if self.axis == "domain" or not records:
             return records
-        if self.axis == "lr":
+        if self.axis in ("lr", "kind"):
             return []
         last = max((self.column(r) for r in records), key=self.columns.index)
         return [r for r in records if self.column(r) == last]
@@ -222,11 +230,17 @@ class Section:
                 by_domain.setdefault(record["domain"], []).append(measured)
         cells = {}
         for column, seeds in values.items():
-            needed = 1 if column in self.domains else len(self.domains)
+            needed = self._needed(column)
             complete = [statistics.mean(chain(*by.values())) for by in seeds.values() if len(by) == needed]
             if complete:
                 cells[column] = Figure.of(complete)
         return cells
+
+    def _needed(self, column: str) -> int:
+        """Return how many domains a figure of this column is the mean of."""
+        if self.axis == "kind":
+            return len({record["domain"] for record in self.records if self.column(record) == column})
+        return 1 if column in self.domains else len(self.domains)
 
     def best(self, figures: dict[str, dict[str, Figure]], figure: str | None = None) -> set[tuple[str, str]]:
         """Return the rows and columns to mark: the best rows of each column; of learning rates, the best of each row.
@@ -272,6 +286,8 @@ def footing(record: Record) -> tuple:
     data = None  # images as they are: each domain is a data set of its own
     if corrupted:
         data = images_of(record)
+    if record.get("experiment") == "streams":  # all kinds stand in one table
+        return (protocol.get("model"), protocol.get("weights"), images_of(record), record.get("split", "test"))
     before = None  # what else the model has seen
     if record.get("reset") == "never":
         before = label(record.get("domains"))
@@ -284,6 +300,7 @@ def footing(record: Record) -> tuple:
         bool(record.get("mixed")),
         label(record.get("reset")),
         before,
+        record.get("kind"),
     )
 
 
@@ -295,9 +312,9 @@ def images_of(record: Record) -> str:
 
 def _by_images(records: list[Record]) -> list[list[Record]]:
     """Return groups of records in which a domain has one number of images."""
-    sizes: dict[str, set[int]] = {}
+    sizes: dict[tuple, set[int]] = {}
     for record in records:
-        sizes.setdefault(record["domain"], set()).add(record["images"])
+        sizes.setdefault((record.get("kind"), record["domain"]), set()).add(record["images"])
     if all(len(size) == 1 for size in sizes.values()):
         return [records]
     return [[r for r in records if r["images"] == n] for n in sorted(set().union(*sizes.values()), reverse=True)]
@@ -308,7 +325,8 @@ def _section(experiment: str, axis: str, records: list[Record]) -> Section:
     for method in unique(record["method"] for record in records):
         mine = [record for record in records if record["method"] == method]
         keys = [*unique(key for record in mine for key in record.get("settings") or {}), *DISTINCT]
-        telling = [key for key in unique(keys) if key != axis and _tells_apart(section, mine, key)]
+        others = [key for key in unique(keys) if key != axis]
+        telling = [key for key in others if key in WRAPPERS or _tells_apart(section, mine, key)]
         for record in mine:
             parts = [
                 DISTINCT.get(key, f"{key.replace('_', ' ')} {{}}").format(label(value(record, key)))

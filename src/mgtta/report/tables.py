@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from mgtta.report.paired import differences
 from mgtta.report.published import Beside, beside
+from mgtta.report.streams import by_round, is_streams
 from mgtta.report.summary import Figure, Record, Section, sections, unique
 from mgtta.report.words import (
     bold,
@@ -52,6 +53,8 @@ def _titled(section: Section, figure: str | None, several: bool) -> str:
 
 
 def _markdown_table(section: Section, figure: str | None = None) -> str:
+    if figure is None and is_streams(section):
+        return _stream_tables(section)
     figures = section.figures(figure)
     columns = section.headings(figures)
     marked = section.best(figures, figure)
@@ -65,6 +68,30 @@ def _markdown_table(section: Section, figure: str | None = None) -> str:
                 text = f"**{text}**"
             texts.append(text)
         lines.append(_row(texts))
+    return "\n".join(lines)
+
+
+def _stream_tables(section: Section) -> str:
+    """Return accuracy and ECE by kind of stream; after it, where there are rounds, the accuracy of each."""
+    figures = section.figures("top1")
+    errors = section.figures("ece")
+    marked = section.best(figures, "top1")
+    lines = ["Accuracy / expected calibration error (lower is better), in percent.", ""]
+    lines += [_row(["method", *section.columns]), "|---" * (len(section.columns) + 1) + "|"]
+    for row, cells in figures.items():
+        texts = [row]
+        for column in section.columns:
+            text = _cell(cells.get(column), True, "±", "top1")
+            if (row, column) in marked:
+                text = f"**{text}**"
+            texts.append(f"{text} / {_cell(errors[row].get(column), False, '', 'ece')}")
+        lines.append(_row(texts))
+    rounds = by_round(section)
+    if rounds:
+        longest = max(map(len, rounds.values()))
+        lines += ["", "Accuracy of each round, in percent.", ""]
+        lines += [_row(["method", *map(str, range(1, longest + 1))]), "|---" * (longest + 1) + "|"]
+        lines += [_row([row, *(_cell(f, True, "±", "top1") for f in found)]) for row, found in rounds.items()]
     return "\n".join(lines)
 
 

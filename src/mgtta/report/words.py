@@ -5,6 +5,7 @@ from typing import Any
 
 from mgtta.report.alarms import guard_words
 from mgtta.report.paired import Difference, differences
+from mgtta.report.streams import is_streams, left_out
 from mgtta.report.summary import DIGITS, LOWER_IS_BETTER, MEAN, Figure, Record, Section, images_of, label, unique
 
 FEWEST = 5  # domains, or seeds of one domain, for an interval in a headline
@@ -40,6 +41,8 @@ def footing_words(section: Section) -> str:
     protocol = records[0].get("protocol") or {}
     data = ", ".join(unique(map(images_of, records)))
     domains = many(len(section.domains), "domain")
+    if is_streams(section):
+        domains = f"{section.axis_name}: {', '.join(section.columns)}"
     images = f"{_span(r['images'] for r in records)} images"
     if section.visits:
         domains += f" in {section.visits} visits"
@@ -68,6 +71,8 @@ def headline(section: Section) -> list[str]:
         if section.figure in ("top1", "remaining"):
             return ["No labels: accuracy is not known."]
         return ["Not measured."]
+    if is_streams(section):
+        return [_best_of_kinds(section, figures)]
     if section.axis != "domain":
         return [_best_column(section, figures)]
     column = section.columns[0]
@@ -93,6 +98,19 @@ def _best_column(section: Section, figures: dict[str, dict[str, Figure]]) -> str
     there = {column for row in top for column in columns[row][0]}
     names = ", ".join(short(column) for column in section.columns if column in there)
     return f"{_best(section, top, found)} ({section.axis_name}: {names})."
+
+
+def _best_of_kinds(section: Section, figures: dict[str, dict[str, Figure]]) -> str:
+    """Return the rows with the highest mean over the kinds of stream, of those that ran all kinds."""
+    means = {
+        row: Figure.of([figure.mean for figure in cells.values()])
+        for row, cells in figures.items()
+        if len(cells) == len(section.columns)
+    }
+    if not means:
+        return "No method has finished all kinds of stream yet."
+    top, found = _top(section, means)
+    return f"{_best(section, top, Figure(found.mean, None, 1))} on average over {len(section.columns)} kinds of stream."
 
 
 def _top(section: Section, figures: dict[str, Figure]) -> tuple[list[str], Figure]:
@@ -138,7 +156,7 @@ def notes(section: Section) -> str:
         text += " –: not run, not finished on all domains, or without labels."
     if section.repeated:
         text += f" {many(section.repeated, 'record')} that repeat others' work are left out."
-    return text + rates(section) + guard_words(section.records)
+    return text + rates(section) + left_out(section) + guard_words(section.records)
 
 
 def rates(section: Section) -> str:
