@@ -4,10 +4,13 @@ import contextlib
 import dataclasses
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from conftest import vit
 
+import mgtta
 from mgtta import cli
 from mgtta.bench import streams as module
 from mgtta.bench.cells import Cell, Options, Setup, digest
@@ -227,3 +230,77 @@ def test_clean_streams_need_clean_images(tmp_path):
     cell = next(cell for cell in streams(Options(["noadapt"])) if cell.kind == "clean")
     with pytest.raises(ValueError, match="clean images are needed"):
         lab._domains(cell, str(tmp_path / "c"))
+
+
+# --- benchmarks/stream_search.py
+
+
+@pytest.fixture
+def search(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+    import stream_search
+
+    return stream_search
+
+
+@pytest.fixture
+def shard():
+    """A shard of 160 small images, of which the search takes those after the first 128."""
+    import imagenet
+
+    random = torch.Generator().manual_seed(0)
+    x = torch.randint(256, (160, 3, 32, 32), generator=random, dtype=torch.uint8)
+    return imagenet.Held(x, torch.arange(160) % 10)
+
+
+def test_the_search_runs_every_kind_of_stream(search, shard, monkeypatch, tmp_path):
+    monkeypatch.setattr(search, "BATCH_SIZE", 8)
+    monkeypatch.setattr(search, "SINGLE_IMAGES", 3)
+    monkeypatch.setattr("mgtta.methods.mgtta_plus.MEMORY_IMAGES", 640)
+    model = mgtta.load_model(vit())
+    source = mgtta.source_statistics(model, shard.x)
+    validation = search.Validation(shard, "cpu", images=12)
+    method = search.build(model, source, {**search.BASE, "gather": 2}, tmp_path)
+    visits = {kind: len(search.accuracies(method, validation, kind)) for kind in search.KINDS}
+    assert visits == {"reset": 4, "continual": 8, "mixed": 1, "labels": 4, "one": 4, "clean": 1}
+    assert search.accuracies(method, validation, "one") == search.accuracies(method, validation, "one")
+
+
+def test_the_searchs_variants_are_plain_mgtta_plus_at_their_neutral_values(search, shard, monkeypatch, tmp_path):
+    monkeypatch.setattr("mgtta.methods.mgtta_plus.MEMORY_IMAGES", 640)
+    model = mgtta.load_model(vit())
+    source = mgtta.source_statistics(model, shard.x)
+    expected = mgtta.create("mgtta+", model, source=source, lr=5e-3, decay=float("inf"), pull=0.05, gather=16)
+    for x in shard.x[:64].split(16):
+        expected(x)
+
+    def adapted(**config):
+        method = search.build(model, source, {**search.BASE, **config}, tmp_path)
+        for x in shard.x[:64].split(16):
+            method(x)
+        return torch.cat([p.detach().flatten() for p in method.method.adapted.values()])
+
+    plain = torch.cat([p.detach().flatten() for p in expected.method.adapted.values()])
+    assert torch.equal(adapted(), plain)
+    for neutral in ({"agree": [1e-9, 1.0]}, {"average": 1.0}):
+        torch.testing.assert_close(adapted(**neutral), plain)
+    for other in ({"agree": [100.0, 1.0]}, {"average": 0.5}, {"opt": "adam"}, {"opt": "sgd"}, {"trade_off": 2.0}):
+        assert not torch.allclose(adapted(**other), plain, atol=1e-5), other
+
+
+def test_the_search_gives_every_optimizer_as_many_rates_and_pulls(search):
+    plain = [c for c in search.configs() if c.keys() == {"opt", "lr", "pull"}]
+    assert {opt: sum(c["opt"] == opt for c in plain) for opt in ("mgg", "adam", "sgd")} == dict.fromkeys(
+        ("mgg", "adam", "sgd"), 12
+    )
+
+
+def test_the_tables_of_one_setting_for_every_stream_are_of_the_results_that_are_kept(search):
+    from pages import between
+
+    root = Path(__file__).parent.parent
+    lines = search.read(root / "results" / "research" / "streams.jsonl")
+    log = (root / "docs" / "research.md").read_text()
+    assert log == between(log, "streams", search.tables(lines))
+    assert len(search.tables(lines, everything=True)) > len(search.tables(lines))
+    assert not any("/" in line["config"].get("generator", "") for line in lines)
