@@ -102,7 +102,7 @@ def _tries(cell: Cell, o: Options) -> list[Settings]:
     learning_rates = rates(cell.method, o.rates)
     if not learning_rates or "lr" in given:
         return []
-    pulls = PULLS
+    pulls: tuple[float, ...] = PULLS
     if "pull" in given:
         pulls = (given["pull"],)
     both = product(learning_rates, pulls)

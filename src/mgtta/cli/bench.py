@@ -111,8 +111,7 @@ def bench(
     from mgtta.bench.experiments import Options, Setup
     from mgtta.bench.store import Store
 
-    if images is None and quick:
-        images = QUICK_IMAGES
+    images = _images(images, quick)
     setup = Setup(
         model,
         None if checkpoint is None else str(checkpoint),
@@ -127,18 +126,22 @@ def bench(
         profile=profile,
         num_classes=num_classes,
     )
-    variants = _variants(variant, experiment, data)
-    amount = _amount(quick, corruptions, seconds, images, data)
-    amount |= _of_streams(experiment, set_, single, rounds)
-    options = Options(names(methods), seeds, variants, generator, **amount)
+    amount = _amount(quick, corruptions, seconds, images, data) | _of_streams(experiment, set_, single, rounds)
+    options = Options(names(methods), seeds, _variants(variant, experiment, data), generator, **amount)
     store = Store(out)
     group = process_group(context, device, timeout)
     more = {"sweep": sweep, "workers": workers, "process_group": group, "ray": ray}
     first = ranks_of(group).first
     records = _run(experiment, options, setup, store, json, first, more)
     if first and not json:
-        _print(records, profile)
-        typer.echo(f"{len(records)} records of {experiment} are in {store.path}")
+        _print(records, profile, f"{len(records)} records of {experiment} are in {store.path}")
+
+
+def _images(images: int | None, quick: bool) -> int | None:
+    """Return the images per domain; None for all."""
+    if images is None and quick:
+        return QUICK_IMAGES
+    return images
 
 
 def _device(device: str | None, tf32: bool) -> str:
@@ -213,7 +216,7 @@ def _run(experiment: str, options: Any, setup: Any, store: Any, json: bool, firs
         raise typer.Exit(STOPPED_CODE) from None
 
 
-def _print(records: list[dict[str, Any]], profile: bool) -> None:
+def _print(records: list[dict[str, Any]], profile: bool, last: str) -> None:
     from mgtta.bench.run import by_experiment, time_table
     from mgtta.report import markdown
 
@@ -221,6 +224,7 @@ def _print(records: list[dict[str, Any]], profile: bool) -> None:
         typer.echo(f"{name}\n\n{markdown(found)}\n")
     if profile:
         typer.echo(f"{time_table(records)}\n")
+    typer.echo(last)
 
 
 def bare_ray(words: list[str]) -> list[str]:

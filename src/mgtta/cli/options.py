@@ -52,7 +52,7 @@ def number(text: str, option: str) -> float:
 
 def settings(pairs: list[str]) -> dict[str, Any]:
     """Return the values of `--set name=value`: Python's numbers, lists and so on, inf, or else the text itself."""
-    found = {}
+    found: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:

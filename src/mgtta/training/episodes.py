@@ -35,7 +35,7 @@ class Episodes(Protocol):
 
     decays: bool  # True: the outer learning rate falls linearly to zero
     judged_at_end: bool  # True: without validation batches, only the last generator is judged
-    domains: Sequence[Tensor]
+    domains: list[Tensor]  # the images of each domain
 
     def episode(self, number: int) -> Episode:
         """Return the episode of this number."""

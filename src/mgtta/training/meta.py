@@ -14,13 +14,13 @@ Which batches come is decided in `mgtta.training.episodes`.
 import copy
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 from torch import Tensor, nn
 
 from mgtta import __version__
@@ -87,28 +87,20 @@ def meta_train(
             domain, of changing domains or of mixed domains, most of them from the source model, while `outer_lr`
             falls linearly to zero. Give the `lr` and the `pull` that the generator will be used with.
     """
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, not {steps}")
-    if not 0 <= pull < 1:
-        raise ValueError(f"pull is a share of the way back to the source: at least 0 and below 1, not {pull}")
+    _check(steps, pull)
     model = as_classifier(model)
     start = _start(generator, hidden_size, memory, seed)
     found = _episodes(episodes, images, batch_size, seed, episode_steps)
     trainer = _Trainer(model, source, found, start, batch_size, lr, outer_lr, trade_off, seed, pull, mirror)
-    judged_by = "mean objective"
-    if validation is not None:
-        judged_by = f"accuracy at lr {validation_lr}"
-    protocol = trainer.protocol(steps, judged_by)
+    protocol = trainer.protocol(steps, _judged_by(validation, validation_lr))
     if checkpoint is not None and Path(checkpoint).exists():
         trainer.resume(checkpoint, protocol)
+    judges_all = validation is not None or not found.judged_at_end
     with Progress(disable=not progress, transient=True) as bar:
         task = bar.add_task("training the generator", total=steps, completed=trainer.step)
-        while trainer.step < steps:
-            for _ in trainer.one_pass(steps):
-                bar.update(task, completed=trainer.step)
-            if trainer.step >= steps or validation is not None or not found.judged_at_end:
+        for _ in trainer.passes_up_to(steps, bar, task):
+            if judges_all or trainer.step >= steps:
                 trainer.judge(validation, validation_lr)
-            bar.update(task, description=f"training the generator ({trainer.best_so_far()})")
             if checkpoint is not None:
                 trainer.save(checkpoint, protocol)
     return trainer.result(protocol)
@@ -185,6 +177,14 @@ class _Trainer:
         if self.episodes.decays:  # not by `steps`, which a checkpoint may change
             found["outer_lr falls to 0 at step"] = steps
         return found
+
+    def passes_up_to(self, steps: int, bar: Progress, task: TaskID) -> Iterator[int]:
+        """Take one episode after another up to step `steps`, show it on the bar, and yield the step after each."""
+        while self.step < steps:
+            for _ in self.one_pass(steps):
+                bar.update(task, completed=self.step)
+            yield self.step
+            bar.update(task, description=f"training the generator ({self.best_so_far()})")
 
     def one_pass(self, steps: int) -> Iterable[int]:
         """Take at most one episode, up to step `steps`, starting with empty moments and memory."""
@@ -410,6 +410,13 @@ def shifted_domains(
     return found
 
 
+def _check(steps: int, pull: float) -> None:
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, not {steps}")
+    if not 0 <= pull < 1:
+        raise ValueError(f"pull is a share of the way back to the source: at least 0 and below 1, not {pull}")
+
+
 def _episodes(name: str, images: Any, batch_size: int, seed: int, steps: int) -> Episodes:
     if name not in EPISODES:
         raise unknown("kind of episodes", name, EPISODES)
@@ -418,6 +425,12 @@ def _episodes(name: str, images: Any, batch_size: int, seed: int, steps: int) ->
     if name == "passes":
         return Passes(images, batch_size, seed)
     return Streams(images, batch_size, seed, steps)
+
+
+def _judged_by(validation: Any, lr: float) -> str:
+    if validation is None:
+        return "mean objective"
+    return f"accuracy at lr {lr}"
 
 
 def _start(generator: MetaGradientGenerator | None, hidden_size: int, memory: str, seed: int) -> MetaGradientGenerator:
