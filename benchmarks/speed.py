@@ -47,6 +47,7 @@ from mgtta._lib.shipped import shipped
 from mgtta._lib.timm import timm
 from mgtta.adaptation.scheduled import Scheduled
 from mgtta.adaptation.step import Pass
+from mgtta.bench.needs import needs_source
 from mgtta.data.corruptions import CORRUPTIONS
 from mgtta.data.datasets import open_dataset
 from mgtta.data.images import simplejpeg
@@ -55,7 +56,6 @@ from mgtta.fast.engine import Captured, FastEngine, GraphPlace, _compiled
 from mgtta.fast.flat import FlatStep
 from mgtta.fast.vit import ViT
 from mgtta.learned.optimizer import BETAS, EPS, generator_inputs
-from mgtta.methods.create import needs_source
 
 MODELS = ("deit_tiny_patch16_224", "deit_small_patch16_224", "vit_base_patch16_224", "vit_large_patch16_224")
 TUNED = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("MALLOC_"))  # glibc

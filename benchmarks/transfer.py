@@ -21,12 +21,12 @@ import mgtta
 from mgtta._lib.files import atomic
 from mgtta._lib.timm import timm
 from mgtta.adaptation.method import Method
+from mgtta.bench.needs import needs_source
 from mgtta.bench.sweep import rates
 from mgtta.data.cache import Held, Room
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
 from mgtta.data.glyphs import CLASSES, TRAIN_SEED, VALIDATION_SEED, Glyphs
 from mgtta.data.streams import Stream, corrupted, stream
-from mgtta.methods.create import needs_source
 from mgtta.models.norms import batch_norms
 
 NETS = ("resnet10t", "convnext_atto")

@@ -1,4 +1,4 @@
-"""Adapt a classifier of your own: here a small ConvNet with GroupNorm, trained on the spot on rendered characters.
+"""Adapt your own classifier: a small ConvNet with GroupNorm, which this script first trains on rendered characters.
 
 python examples/adapt_your_model.py [--quick]
 """
@@ -33,7 +33,7 @@ def train(net: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a few seconds, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="run in a few seconds, as a test")
     quick = parser.parse_args().quick
     torch.manual_seed(0)
 
@@ -41,7 +41,7 @@ def main() -> None:
     net = network(len(Glyphs.classes))
     train(net, images, labels, steps=5 if quick else 600)
 
-    model = mgtta.load_model(net)  # your module, untouched
+    model = mgtta.load_model(net)  # a copy of your module
     source = mgtta.source_statistics(model, images[:256])  # clean images, no labels
     for corruption in ("gaussian_noise", "defocus_blur", "brightness", "contrast"):
         shifted = stream(corrupted(Glyphs(128 if quick else 1024), [corruption]), batch_size=64)

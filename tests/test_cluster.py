@@ -41,7 +41,7 @@ def _noting(path):
     def run(task):
         with open(path, "a") as file:
             file.write(f"begins {task}\n")
-        time.sleep(0.7)
+        time.sleep(1.5)
         if task == "bad":
             raise ValueError("this one is no good")
         with open(path, "a") as file:

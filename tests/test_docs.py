@@ -9,9 +9,11 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from PIL import Image
+from test_structure import MAY_IMPORT
 
 import mgtta
 from mgtta.methods.registry import recipe, recipes
@@ -136,3 +138,17 @@ def test_the_tables_of_scale_are_the_measurement(monkeypatch):
 
 def test_contributing_is_short():
     assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) < 60
+
+
+def test_the_picture_of_the_rooms_is_the_table_of_imports():
+    drawn = re.findall(r"<title>(\w+) imports (\w+)</title>", (ROOT / "docs" / "rooms.svg").read_text())
+    allowed = [(package, other) for package, others in MAY_IMPORT.items() for other in others.split()]
+    assert sorted(drawn) == sorted(allowed)
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").glob("*.svg")), ids=lambda p: p.name)
+def test_pictures_are_valid_and_load_nothing(picture):
+    text = picture.read_text()
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+    assert "prefers-color-scheme: dark" in text
+    assert not re.search(r"href|url\(|@import|<script", text)

@@ -16,7 +16,7 @@ from mgtta.adaptation.recalled import Recalled
 from mgtta.adaptation.scheduled import SCHEDULES, Scheduled
 from mgtta.adaptation.wrapper import Adapting
 from mgtta.methods._checks import check_number, check_settings
-from mgtta.methods.registry import SOURCE, recipe
+from mgtta.methods.registry import recipe
 from mgtta.models.classifier import Classifier
 from mgtta.models.loading import as_classifier
 
@@ -130,11 +130,3 @@ def _set_engine(method: Method, precision: str, low_memory: bool) -> None:
             method.engine = FastEngine(method, low_memory, "bf16" if precision == "auto" else precision)
     if low_memory and method.engine.precision == "fp32":
         raise ValueError("low_memory belongs to the fast path: precision='bf16' or 'fp8', with a method that has one")
-
-
-def recipe_settings(name: str) -> dict[str, Any]:
-    return recipe(name).settings
-
-
-def needs_source(name: str) -> bool:
-    return SOURCE in recipe(name).needs

@@ -104,11 +104,8 @@ class FOA(Method):
             tokens = inputs[0]  # (K N, L, d): the class token first
             return torch.cat([tokens[:, :place], per_image, tokens[:, place:]], 1), *inputs[1:]
 
-        handle = net.blocks[0].register_forward_pre_hook(insert)
-        try:
+        with net.blocks[0].register_forward_pre_hook(insert):
             logits, features = self.model.features(x if k == 1 else x.repeat(k, *[1] * (x.ndim - 1)))
-        finally:
-            handle.remove()
         source = self.source = self.source.to(logits)
         logits = logits.unflatten(0, (k, n))
         features = [f.unflatten(0, (k, n)) for f in features]

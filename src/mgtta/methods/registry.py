@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import mgtta.methods
@@ -115,6 +116,7 @@ def register(
     return registered
 
 
+@cache
 def recipes() -> dict[str, Recipe]:
     """Return all recipes by name: NoAdapt first, the others in the order of the alphabet."""
     for module in pkgutil.iter_modules(mgtta.methods.__path__):

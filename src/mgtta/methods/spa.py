@@ -2,8 +2,8 @@
 
 From the paper: the image's prediction is the target for its twins'. One twin has low-frequency amplitudes masked at
 random, the other has noise injected. Only images of which the model is surer than of their twin teach it.
-From its released system: KL divergence as the distance; the ratios and learning rates; a linear predictor before the
-head, only for the twins, which starts as the identity; noise strengths a_ij^2 on a 14 x 14 grid, learned by ascent.
+From its released system: KL divergence; ratios and learning rates; a linear predictor before the head, only for the
+twins, which starts as the identity; noise strengths a_ij^2 on a 14 x 14 grid, learned by ascent.
 Ours: twins are made relative to the model's own input mean and std (0.5 if it has none); predictor and noise move by
 SGD with momentum whatever optimizer moves the norm layers.
 """
@@ -35,8 +35,7 @@ class SPA(Method):
     """Consistency of an image with its deteriorated twins (Niu et al., ICML 2025).
 
     entropy_weight: 0.1 joins it with TENT. For ResNet-50 with GroupNorm the authors take lr 2.5e-3, predictor_lr
-    0.025 and ratios of 0.1.
-    """
+    0.025 and ratios of 0.1."""
 
     engine: EagerEngine
     random: torch.Generator
@@ -98,16 +97,13 @@ class SPA(Method):
         return divergence[surer].mean() if surer.any() else None
 
     def surer(self, target: Tensor, twin: Tensor) -> Tensor:
-        """Where the image's largest probability is above its twin's: (N,) of bool."""
+        """Return where the image's largest probability is above its twin's: (N,) of bool."""
         return target.softmax(-1).amax(-1) > twin.softmax(-1).amax(-1)
 
     def through_predictor(self, x: Tensor, predictor: Tensor) -> Tensor:
         """The logits of x with the predictor before the head."""
-        handle = self.model.head.register_forward_pre_hook(lambda _head, inputs: (inputs[0] @ predictor.T,))
-        try:
+        with self.model.head.register_forward_pre_hook(lambda _head, inputs: (inputs[0] @ predictor.T,)):
             return self.model(x)
-        finally:
-            handle.remove()
 
     def adapt(self, x: Tensor) -> Pass:
         predictor = self.predictor.clone().requires_grad_()

@@ -16,7 +16,8 @@ from mgtta.adaptation.wrapper import Adapting
 from mgtta.data.cache import Held, Room
 from mgtta.data.glyphs import CLASSES, Glyphs
 from mgtta.data.streams import Batch, corrupted, stream
-from mgtta.methods.create import create, needs_source, recipe_settings
+from mgtta.methods.create import create
+from mgtta.methods.registry import SOURCE, recipe
 from mgtta.models.classifier import Classifier
 from mgtta.models.loading import load_model
 from mgtta.models.source import load_source
@@ -85,9 +86,9 @@ def _reproducible(protocol: dict[str, Any]) -> bool:
 
 def _method(like: Record, model: Classifier) -> Adapting:
     settings = dict(like.get("settings") or {})
-    if needs_source(like["method"]):
+    if SOURCE in recipe(like["method"]).needs:
         settings["source"] = load_source(EMBEDDED)
-    if "generator" in recipe_settings(like["method"]) and like["protocol"].get("generator"):
+    if "generator" in recipe(like["method"]).settings and like["protocol"].get("generator"):
         settings.setdefault("generator", like["protocol"]["generator"])
     return create(like["method"], model, **settings)
 
