@@ -1,9 +1,9 @@
 """A guard against collapse: it watches a method without labels, and brings it back if adaptation does harm.
 
-The guard compares with the source model. Now and then it asks the source about images of the present batch. A prediction
-of which the source was sure, and which adaptation has changed, counts as lost (see watch.py). The share of lost
-predictions among all images asked about estimates, without labels, the accuracy that adaptation costs. The more images
-the source is unsure of, the more there is to win, and the more losses are tolerated.
+The guard compares with the source model. Now and then it asks the source about images of the present batch. A
+prediction of which the source was sure, and which adaptation has changed, counts as lost (see watch.py). The share of
+lost predictions among all images asked about estimates, without labels, the accuracy that adaptation costs. The more
+images the source is unsure of, the more there is to win, and the more losses are tolerated.
 
 In networks with BatchNorm most methods normalise by the present batch. That alone changes many predictions, mostly for
 the better. There the source is asked about whole batches and normalises as the method does, so that the two differ only
@@ -11,12 +11,12 @@ by what was learned. In very small batches such statistics are poor, and the sou
 
 When the guard asks:
 - never, except for such small batches, while the parameters have hardly moved;
-- when they have moved twice as far as at the last question, or as far if entropy or diversity of the predictions changed;
+- when they have moved twice as far as at the last question, or as far if entropy or diversity have changed;
 - after a fixed number of images, and earlier after a start or an alarm;
 - when one class has most of the predictions;
 - at every batch while there is doubt.
-If the source is sure of hardly any image in a batch (noise, a batch of one), anchors are asked about: images of which it
-was sure earlier.
+If the source is sure of hardly any image in a batch (noise, a batch of one), anchors are asked about: images of which
+it was sure earlier.
 """
 
 import copy
