@@ -239,6 +239,15 @@ def test_gather_under_inference_mode_and_in_copies():
     assert method.updates == 2
 
 
+def test_gather_warms_up_for_a_call_and_for_a_window():
+    method = tent(gather=5, precision="bf16")
+    before = method.state_dict()
+    method.warm_up(images(2))
+    shapes = {(name, len(torch.empty(shape))) for name, shape, _ in method.engine.seen}
+    assert {("_predict", 2), ("_adapt", 6)} <= shapes
+    assert same(method.state_dict(), before)
+
+
 class Two(Alone):
     """This rank, and another one with as many images."""
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mgtta.fast import mlp
+from mgtta.fast import float8, mlp
 from mgtta.fast.kernels import norm_backward, plain_norm_backward, qkv_backward
 
 
@@ -64,7 +64,7 @@ def frozen_mlp(d=16, hidden=48, bias=True):
 @pytest.mark.parametrize(("rounded", "tolerance"), [(False, 0.005), (True, 0.1)])
 def test_mlp_forward_and_backward_agree_with_autograd(bias, rounded, tolerance):
     first, second = frozen_mlp(bias=bias)
-    weights = mlp.float8_weights(first.weight, second.weight) if rounded else None
+    weights = float8.float8_weights(first.weight, second.weight) if rounded else None
     random = torch.Generator().manual_seed(1)
     h, grad = (torch.randn(2, 5, 16, generator=random) for _ in range(2))
     grad *= torch.logspace(-20, 3, 5)[:, None]  # tokens differ by orders of magnitude
@@ -84,14 +84,14 @@ def test_mlp_forward_and_backward_agree_with_autograd(bias, rounded, tolerance):
 def test_float8_backward_of_any_gradient_is_finite():
     """The scale of a row is known before the row: no value exceeds it, and zeros stay zeros."""
     first, second = frozen_mlp()
-    weights = mlp.float8_weights(first.weight, second.weight)
+    weights = float8.float8_weights(first.weight, second.weight)
     steepest = torch.full((1, 16, 48), 255, dtype=torch.uint8)
     along = second.weight.T[second.weight.norm(dim=0).argmax()] * 1e6  # parallel to the longest column
     grads = torch.stack([along, torch.zeros(16), torch.full((16,), 1e-38), *1e30 * torch.eye(16)[:13]])[None]
     assert mlp.float8_backward(grads, steepest, weights).isfinite().all()
     assert not mlp.float8_backward(grads, steepest, weights)[0, 1].any()
     assert mlp.float8_backward(grads * float("nan"), steepest, weights).isnan().all()
-    none = mlp.float8_weights(first.weight, 0 * second.weight)
+    none = float8.float8_weights(first.weight, 0 * second.weight)
     assert not mlp.float8_backward(grads, steepest, none).any()
 
 
@@ -100,11 +100,11 @@ def test_float8_values_that_round_up_do_not_overflow():
     column = torch.full((16,), 1.07 * 256)  # to 288; the largest value is exact
     column[0] = 448.0
     w2 = column[:, None].expand(16, 16).contiguous()
-    weights = mlp.float8_weights(torch.eye(16), w2)
-    g, ratio, later_scale = mlp.plain_scaled_rows(column[None], weights.reach)
+    weights = float8.float8_weights(torch.eye(16), w2)
+    g, ratio, later_scale = float8.plain_scaled_rows(column[None], weights.reach)
     product = (g.float() * ratio) @ (weights.second.float() * weights.second_scale)
     assert (product * later_scale).max() > column.square().sum()  # than what is not rounded
-    assert (product * (255 / mlp.STEPS + mlp.LOWEST)).max() <= mlp.LARGEST
+    assert (product * (255 / mlp.STEPS + mlp.LOWEST)).max() <= float8.LARGEST
 
 
 def test_gelu_operator_declares_its_outputs():
@@ -144,15 +144,15 @@ def test_layer_norm_kernel_agrees_with_the_plain_version(shape, kept):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_float8_products_agree_with_the_plain_version():
-    if not mlp.multiplies_float8(torch.device("cuda")):
+    if not float8.multiplies_float8(torch.device("cuda")):
         assert torch.cuda.get_device_capability() != (9, 0), "an H100 does"
         pytest.skip("this GPU does not")
     first, second = (layer.bfloat16() for layer in frozen_mlp(192, 768))
     random = torch.Generator().manual_seed(1)
     grad = torch.randn(3, 197, 192, generator=random).bfloat16()
     slope = torch.randint(256, (3, 197, 768), generator=random, dtype=torch.uint8)
-    expected = mlp.float8_backward(grad, slope, mlp.float8_weights(first.weight, second.weight))
-    there = mlp.float8_weights(first.weight.cuda(), second.weight.cuda())
+    expected = mlp.float8_backward(grad, slope, float8.float8_weights(first.weight, second.weight))
+    there = float8.float8_weights(first.weight.cuda(), second.weight.cuda())
     found = mlp.float8_backward(grad.cuda(), slope.cuda(), there).cpu()
     assert (found.float() - expected.float()).norm() < 0.02 * expected.float().norm()
 
@@ -171,6 +171,6 @@ def test_fused_sloped_product_agrees_with_the_plain_version(rows, d, hidden):
     found, expected = (f(grad, weight, slope, None, None) for f in both)
     torch.testing.assert_close(found, expected, atol=0.05, rtol=0.02)
     scales = torch.rand(*rows, 1, device="cuda"), torch.rand(1, hidden, device="cuda")
-    given = grad.to(mlp.FLOAT8), weight.to(mlp.FLOAT8).t().contiguous().t(), slope, *scales
+    given = grad.to(float8.FLOAT8), weight.to(float8.FLOAT8).t().contiguous().t(), slope, *scales
     found, expected = (f(*given).float() for f in both)
     assert (found - expected).norm() < 0.05 * expected.norm()  # values round to either side

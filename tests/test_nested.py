@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -63,3 +64,16 @@ def test_half_precision_of_a_method_is_refused(dtype):
     with pytest.raises(TypeError, match="float32"):
         getattr(method, dtype)()
     assert method(images(4)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_pickles_are_not_larger_than_what_they_hold(precision):
+    """Moments and memory are views of large vectors on the way; none may take its whole storage along."""
+    model = mgtta.load_model(suitable("mgtta"))
+    method = make("mgtta", model, precision=precision)
+    method(images(4))
+    coordinates = sum(p.numel() for p in method.adapted.values())
+    memory = 4 * coordinates * method.optimizer.generator.memory.width
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    assert len(pickle.dumps(method.state_dict())) < 1.5 * memory + 50_000
+    assert len(pickle.dumps(method)) < 2 * weights + 3 * memory + 200_000

@@ -162,7 +162,7 @@ def test_adapt_stream_returns_totals_unreadable_images_and_events(tree, tmp_path
     assert "broken.png" in reason
     assert result.events
     assert "% right" in str(result)
-    assert f"1 images unreadable, {len(result.events)} alarms -> {tmp_path / 'p.jsonl'}" in str(result)
+    assert f"1 images unreadable, {len(result.events)} x " in str(result)
 
 
 def test_adapt_stream_takes_a_data_set_without_names(tmp_path):

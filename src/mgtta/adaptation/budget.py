@@ -38,6 +38,11 @@ class Budgeted:
         return self.engine.skipped
 
     @property
+    def precision(self) -> str:
+        """What the frozen network computes in: "fp32", or the fast path's "bf16" or "fp8"."""
+        return self.engine.precision
+
+    @property
     def spent(self) -> bool:
         """True if a budget of updates or seconds is used up."""
         out_of_updates = self.max_updates is not None and self.updates >= self.max_updates

@@ -9,6 +9,7 @@ of the stream so far, and of the source before there are enough images in them. 
 were gathered.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,6 +86,13 @@ class Gathered(Wrapper):
         self.model.check(x)
         with self._stream_statistics(len(x)):
             return self.method.predict(x)
+
+    def warm_up(self, x: Tensor) -> None:
+        """Compile for batches of x's shape, and for the batch in which so many of them are learned from."""
+        self.method.warm_up(x)
+        batches = math.ceil(self.images / len(x))
+        if batches > 1:
+            self.method.warm_up(x.repeat(batches, *(1 for _ in x.shape[1:])))
 
     def own(self) -> dict[str, Any]:
         return {"kept": [x.clone() for x in self.kept]}

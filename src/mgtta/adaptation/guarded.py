@@ -1,19 +1,22 @@
-"""A guard against collapse: it watches a method without labels, and brings it back when adaptation does harm.
+"""A guard against collapse: it watches a method without labels, and brings it back if adaptation does harm.
 
-What it goes by is what the source model would have said. Now and then it asks the source about images of the batch at
-hand. A prediction that the source was sure of, and that adaptation has changed, counts as lost (see watch.py); their
-share among all the images asked about is an estimate, without labels, of the accuracy that adaptation costs. The more
-images the source is unsure of, the more there is to win, and the more losses are tolerated for it.
+The guard compares with the source model. Now and then it asks the source about images of the present batch. A
+prediction of which the source was sure, and which adaptation has changed, counts as lost (see watch.py). The share of
+lost predictions among all images asked about estimates, without labels, the accuracy that adaptation costs. The more
+images the source is unsure of, the more there is to win, and the more losses are tolerated.
 
-In nets with BatchNorm most methods normalise by the batch at hand, which by itself changes many predictions, mostly for
-the better. There the source is asked about whole batches, and normalises as the method does, so that the two differ by
-what was learned alone; except in batches so small that their statistics are poor, and the source's own are the measure.
+In networks with BatchNorm most methods normalise by the present batch. That alone changes many predictions, mostly for
+the better. There the source is asked about whole batches and normalises as the method does, so that the two differ only
+by what was learned. In very small batches such statistics are poor, and the source uses its own.
 
-When to ask: never, but for such small batches, as long as the parameters have hardly moved; when they have moved twice
-as far as they had when it was last asked, or as far, where entropy or diversity of the predictions have changed; after
-every so many images, and earlier after a start or an alarm; where one class has most of the predictions; and at every
-batch as long as there is doubt. Where a batch has hardly an image that the source is sure of (noise, a batch of one),
-anchors serve: images it was sure of earlier.
+When the guard asks:
+- never, except for such small batches, while the parameters have hardly moved;
+- when they have moved twice as far as at the last question, or as far if entropy or diversity have changed;
+- after a fixed number of images, and earlier after a start or an alarm;
+- when one class has most of the predictions;
+- at every batch while there is doubt.
+If the source is sure of hardly any image in a batch (noise, a batch of one), anchors are asked about: images of which
+it was sure earlier.
 """
 
 import copy
@@ -53,7 +56,7 @@ class Guard:
     Attributes:
         policy: what to do at the first alarm, the second, and so on; the last one stays. "rollback": back to the
             last state found good; "slow": that, and a lower learning rate; "source": the source model, which
-            predicts without adapting for `rest` images (twice as long each time), and then adapts afresh.
+            predicts without adapting for `rest` images (twice as long each time), and then adapts again from the start.
         tolerance: the share of predictions that may be lost where the source is sure of all images; three times
             as many where it is sure of none.
         sure: the source's confidence above which its prediction counts.
@@ -70,7 +73,7 @@ class Guard:
         pause: see `dominance`.
         slower: factor on the learning rate.
         rest: images for which "source" predicts without adapting, the first time.
-        calm: images without alarm, a rest not counted, after which `policy` begins anew, and the source is asked as
+        calm: images without alarm, a rest not counted, after which `policy` begins again, and the source is asked as
             rarely as before.
     """
 

@@ -1,7 +1,7 @@
 """What every method is: a classifier that predicts, then adapts, on every call, and never sees a label.
 
-Two kinds of methods. An `ObjectiveMethod` lowers a function of logits and features: it writes only `objective`, and
-schedule, ranks and fast path follow. Any other `Method` writes `loss`, or its whole step as `adapt`.
+A method writes `loss`, or its whole step as `adapt`. One that lowers a function of logits and features is an
+`ObjectiveMethod` (mgtta.adaptation.objective) and writes only that function.
 """
 
 import copy
@@ -157,7 +157,7 @@ class Method(MethodState, Budgeted):
         with self._timed(next(self.model.parameters()).device), torch.inference_mode(False):
             if isinstance(x, Tensor) and x.is_inference():
                 x = x.clone()
-            with torch.set_grad_enabled(learn), self._collecting(learn, observe):
+            with torch.set_grad_enabled(learn), _collecting(self, learn, observe):
                 seen = self.adapt(x) if learn else self.engine.predict(x)
             with torch.no_grad():
                 seen = Pass(seen.logits.detach(), [f.detach() for f in seen.features])
@@ -166,13 +166,6 @@ class Method(MethodState, Budgeted):
                     self.observe(seen)
         return Pass(logits, seen.features)
 
-    def _collecting(self, learn: bool, observe: bool) -> AbstractContextManager[None]:
-        """Return a block whose first forward pass goes into the stream's statistics, if there are any."""
-        if self.statistics is None or not observe:
-            return nullcontext()
-        running = self.model if learn else self.predicting
-        return self.statistics.collect(running.net)
-
     def export(self) -> nn.Module:
         """Return a copy of your own module with the adapted weights, which predicts as the method does now."""
         if self.cannot_export:
@@ -180,11 +173,6 @@ class Method(MethodState, Budgeted):
         if self.statistics is not None and self.precision != "fp32":
             raise ValueError("a network with BatchNorm is exported with the stream's statistics: take precision='fp32'")
         return export_net(self.model, self.adapted, statistics=self.statistics)
-
-    @property
-    def precision(self) -> str:
-        """ "fp32", or what the fast path computes in."""
-        return self.engine.precision
 
     @torch.inference_mode(False)
     def warm_up(self, x: Tensor) -> None:
@@ -195,30 +183,9 @@ class Method(MethodState, Budgeted):
         load(self, before)
 
 
-class ObjectiveMethod(Method):
-    """A method that lowers a function of logits and features, so that its step is the same for every batch.
-
-    Without an optimizer it only predicts.
-    """
-
-    shares_batches = True
-
-    def views(self, x: Tensor) -> Tensor:
-        """Return the images that go through the network."""
-        return x
-
-    def merge(self, logits: Tensor) -> Tensor:
-        """Return the logits of the images from those of their views."""
-        return logits
-
-    def objective(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
-        """Return the scalar to lower."""
-        raise TypeError(f"{type(self).__name__} defines no objective")
-
-    def look(self, x: Tensor) -> Pass:
-        logits, features = self.model.features(self.views(x))
-        return Pass(self.merge(logits), features)
-
-    def loss(self, x: Tensor) -> tuple[Pass, Tensor | None]:
-        seen = self.look(x)
-        return seen, self.objective(*seen)
+def _collecting(method: Method, learn: bool, observe: bool) -> AbstractContextManager[None]:
+    """Return a block whose first forward pass goes into the stream's statistics, if there are any."""
+    if method.statistics is None or not observe:
+        return nullcontext()
+    running = method.model if learn else method.predicting
+    return method.statistics.collect(running.net)

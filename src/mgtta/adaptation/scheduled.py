@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgtta.adaptation.method import Method, ObjectiveMethod
+from mgtta.adaptation.method import Method
+from mgtta.adaptation.objective import ObjectiveMethod
 from mgtta.adaptation.shift import Arriving, ShiftDetector
 from mgtta.adaptation.step import Pass
 from mgtta.adaptation.wrapper import Wrapper, innermost

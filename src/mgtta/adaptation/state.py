@@ -130,7 +130,7 @@ class MethodState(Saved):
 
 def take(method: "Method") -> dict[str, Any]:
     """Return a snapshot of a method."""
-    return copy.deepcopy(
+    return copied(
         {
             "kind": method.kind,
             "model": method.fingerprint,
@@ -186,6 +186,17 @@ def load(method: "Method", state: dict[str, Any]) -> None:
     method.engine.skipped = counters["skipped"]
     method.seconds = counters["seconds"]
     method.load_own_state(copy.deepcopy(state["extra"]))
+
+
+def copied(tree: Any) -> Any:
+    """Return a copy of nested values, in which each tensor has only its own storage, also if it was a view."""
+    if isinstance(tree, Tensor):
+        return tree.detach().clone()
+    if isinstance(tree, dict):
+        return {key: copied(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(copied(value) for value in tree)
+    return copy.deepcopy(tree)
 
 
 def own_buffers(method: "Method") -> dict[str, Tensor]:

@@ -46,7 +46,7 @@ class Watch:
 
     @property
     def began(self) -> int:
-        """Images, when the method last started anew."""
+        """Number of images at the last start."""
         return max(self.alarm_at, self.rest_until)
 
     @property

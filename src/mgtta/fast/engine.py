@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mgtta.adaptation.method import Method, ObjectiveMethod
+from mgtta.adaptation.method import Method
+from mgtta.adaptation.objective import ObjectiveMethod
 from mgtta.adaptation.step import Pass
 from mgtta.fast.bf16 import Hooked, lower
 from mgtta.fast.flat import RULES, FlatStep

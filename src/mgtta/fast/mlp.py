@@ -2,19 +2,15 @@
 
 The backward pass needs only GELU's slope, which is kept in 8 bits. GELU overwrites its input: a Triton kernel on a GPU,
 with a plain version elsewhere. In the backward pass, one kernel multiplies by W2 and by the slope, on a Hopper GPU;
-elsewhere it takes two steps. On request, the products of the backward pass multiply 8-bit floats.
+elsewhere it takes two steps. On request, the products of the backward pass multiply 8-bit floats: mgtta.fast.float8.
 
 Notation    GELU(x) = x Phi(x), Phi the normal distribution; its slope D = Phi(x) + x phi(x) lies in [-0.129, 1.129]
             Phi by Abramowitz and Stegun, 7.1.26, to 1.5e-7
             g = dL/dy (M, d);  dL/dh = G W1, with G = (g W2) * D (M, hidden)
-            8-bit floats have a scale for each row of a gradient and each column of a weight. A row of g is scaled by
-            its largest value. |(g W2)_ij| <= |g_i| |column j of W2| (Cauchy-Schwarz) gives the scale of a row of G
-            before the row is computed, so the scale needs no pass of its own.
 Shapes      M rows, the tokens of all images; d features, hidden features between the layers
 """
 
 import math
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,53 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mgtta._lib.triton import TensorDescriptor, tl, triton
+from mgtta.fast.float8 import Float8Weights, product, scaled_rows
 
 LOWEST = -0.13  # slope that is kept as 0
 STEPS = 202.0  # steps per unit of the slope
 BLOCK = 1024  # values per program of GELU's kernel
-FLOAT8 = torch.float8_e4m3fn
-LARGEST = 448.0  # value of FLOAT8
-ROUNDED = 1.0625  # factor by which a value may grow when it is rounded to 8 bits
-TINY = 1e-30  # smallest scale
-
-
-class Float8Weights(NamedTuple):
-    """An MLP's weights for the backward pass, in 8 bits."""
-
-    second: Tensor  # W2 (d, hidden), column by column in memory
-    second_scale: Tensor  # (1, hidden)
-    first: Tensor  # W1 (hidden, d), column by column
-    first_scale: Tensor  # (1, d)
-    reach: Tensor  # |g_i| times reach is the scale of row i of G
-
-
-def float8_weights(first: Tensor, second: Tensor) -> Float8Weights:
-    """Return the 8-bit weights of W1 (hidden, d) and W2 (d, hidden)."""
-    longest = second.float().norm(dim=0).max()
-    steepest = 1 - LOWEST  # D(-x) = 1 - D(x)
-    reach = (longest * (ROUNDED**2 * steepest / LARGEST)).clamp_min(1e-4)  # not 0, also if W2 is 0
-    return Float8Weights(*_rounded(second), *_rounded(first), reach)
-
-
-def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weight in 8 bits, column by column in memory, and the scale of each column."""
-    scale = weight.float().abs().amax(0, keepdim=True).clamp_min(TINY) / LARGEST
-    return (weight.float() / scale).to(FLOAT8).t().contiguous().t(), scale
-
-
-@cache
-def multiplies_float8(device: torch.device) -> bool:
-    """Return whether the device multiplies 8-bit floats with a scale for each row and column.
-
-    Not every GPU with 8-bit floats does.
-    """
-    square = torch.ones(32, 32, device=device)
-    row = torch.ones(1, 32, device=device)
-    try:
-        _product(square.to(FLOAT8), row.view(32, 1), square.to(FLOAT8).t(), row, torch.bfloat16)
-    except (RuntimeError, TypeError):
-        return False
-    return True
 
 
 def mlp(
@@ -110,19 +64,9 @@ class _MLP(torch.autograd.Function):
 
 def float8_backward(grad: Tensor, slope: Tensor, weights: Float8Weights) -> Tensor:
     """Return dL/dh from g and the kept slope, with products of 8-bit floats."""
-    scaled_rows = _scaled_rows if grad.is_cuda and triton is not None else plain_scaled_rows
     g, ratio, later_scale = scaled_rows(grad.contiguous(), weights.reach)
     later = _sloped_product(g, weights.second, slope, ratio, weights.second_scale)
-    return _product(later, later_scale, weights.first, weights.first_scale, grad.dtype)
-
-
-def plain_scaled_rows(grad: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return g in 8 bits; the scales of its rows divided by those of the rows of G; and the scales of the rows of G."""
-    g = grad.float()
-    scale = g.abs().amax(-1, keepdim=True).clamp_min(TINY) / LARGEST
-    g = g / scale
-    growth = g.square().sum(-1, keepdim=True).sqrt().clamp_min(1.0) * reach
-    return g.to(FLOAT8), 1 / growth, growth * scale
+    return product(later, later_scale, weights.first, weights.first_scale, grad.dtype)
 
 
 def _sloped_product(
@@ -145,19 +89,11 @@ def plain_sloped_product(
 ) -> Tensor:
     """Return the result of `_sloped_product`, in two steps."""
     if rows is None or columns is None:
-        product = grad @ weight
+        found = grad @ weight
     else:
         dtype = torch.bfloat16 if grad.is_cuda else torch.float32
-        product = _product(grad, rows, weight, columns, dtype)
-    return (product.float() * (slope.float() * (1 / STEPS) + LOWEST)).to(grad.dtype)
-
-
-def _product(a: Tensor, rows: Tensor, b: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (a * rows) @ (b * columns)."""
-    if not a.is_cuda:
-        return ((a.float() * rows) @ (b.float() * columns)).to(dtype)
-    found = torch._scaled_mm(a.flatten(0, -2), b, rows.flatten(0, -2), columns, out_dtype=dtype, use_fast_accum=True)
-    return found.view(*a.shape[:-1], -1)
+        found = product(grad, rows, weight, columns, dtype)
+    return (found.float() * (slope.float() * (1 / STEPS) + LOWEST)).to(grad.dtype)
 
 
 @torch.library.custom_op("mgtta::gelu_and_slope", mutates_args=())
@@ -295,38 +231,3 @@ if triton is not None:
             product *= tl.load(column_scales + columns, mask=columns < n, other=0.0)[None, :]
         product *= slope.load([i, j]).to(tl.float32) * (1 / steps) + lowest
         out.store([i, j], product.to(out.dtype))
-
-    @triton.jit
-    def _rows_kernel(
-        grad,
-        reach,
-        g,
-        ratio,
-        later_scale,
-        d: tl.constexpr,
-        largest: tl.constexpr,
-        tiny: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
-        row = tl.program_id(0).to(tl.int64)
-        columns = tl.arange(0, BLOCK)
-        inside = columns < d
-        x = tl.load(grad + row * d + columns, mask=inside, other=0.0).to(tl.float32)
-        s = tl.maximum(tl.max(tl.abs(x), 0), tiny) / largest
-        x = x / s
-        growth = tl.maximum(tl.sqrt(tl.sum(x * x, 0)), 1.0) * tl.load(reach)
-        tl.store(g + row * d + columns, x.to(g.dtype.element_ty), mask=inside)
-        tl.store(ratio + row, 1 / growth)
-        tl.store(later_scale + row, growth * s)
-
-    @torch.library.triton_op("mgtta::scaled_rows", mutates_args={})
-    def _scaled_rows(grad: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        *some, d = grad.shape
-        g = torch.empty_like(grad, dtype=FLOAT8)
-        ratio = grad.new_empty((*some, 1), dtype=torch.float32)
-        later_scale = torch.empty_like(ratio)
-        block = triton.next_power_of_2(d)
-        constants = {"d": d, "largest": LARGEST, "tiny": TINY, "BLOCK": block, "num_warps": 2}
-        kernel = torch.library.wrap_triton(_rows_kernel)
-        kernel[(grad.numel() // d,)](grad, reach, g, ratio, later_scale, **constants)
-        return g, ratio, later_scale

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from mgtta._lib.timm import timm
 from mgtta.fast.bf16 import How
+from mgtta.fast.float8 import FLOAT8, Float8Weights, float8_weights, multiplies_float8
 from mgtta.fast.kernels import norm_backward, qkv_backward
-from mgtta.fast.mlp import FLOAT8, Float8Weights, float8_weights, mlp, multiplies_float8
+from mgtta.fast.mlp import mlp
 from mgtta.models.classifier import Classifier
 
 

@@ -35,6 +35,12 @@ def check_settings(chosen: Recipe, settings: dict[str, Any]) -> None:
         raise ValueError(f"decay must be above 0 (inf: the learning rate does not fall), not {settings['decay']}")
 
 
+def check_numbers(**values: int | None) -> None:
+    """Reject values that are not whole numbers of at least 0."""
+    for name, value in values.items():
+        check_number(name, value, whole=True)
+
+
 def check_number(name: str, value: Any, whole: bool = False) -> None:
     if value is None:
         return

@@ -1,7 +1,7 @@
 """CMA-ES by the `cma` package, with random numbers of our own and a state of tensors and plain values.
 
 The package's object is large and full of diagnostics. What its future depends on, with the options set here, is
-STATE and the random generator; the rest is built anew. `tests/test_gradient_free.py` holds it to that, bit for bit.
+STATE and the random generator; the rest is built again. `tests/test_gradient_free.py` checks that, bit for bit.
 """
 
 from operator import attrgetter
@@ -30,7 +30,7 @@ class Evolution:
         options = {
             "popsize": self.population,
             "randn": self._normal,
-            "seed": np.nan,  # leave numpy's global generator alone
+            "seed": np.nan,  # do not touch numpy's global generator
             "verbose": -9,
             # path length control, as cma had it for any dimension when FOA was written; newer ones switch at 300
             "AdaptSigma": CMAAdaptSigmaCSA,

@@ -52,7 +52,7 @@ class SAM(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Args:
         closure: clears the gradients, computes the loss's at the perturbed point and returns the loss. Without it
-            the gradients at hand are taken to be those of the perturbed point.
+            the present gradients are taken to be those of the perturbed point.
         """
         loss = None
         if closure is not None:

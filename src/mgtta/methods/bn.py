@@ -1,8 +1,8 @@
 """Batch statistics in BatchNorm layers (Nado et al., 2020, arXiv 2006.10963; Schneider et al., NeurIPS 2020).
 
-Notation: (mu_s, var_s) a layer's running statistics, (mu_t, var_t) those of the batch at hand, n its images,
+Notation: (mu_s, var_s) a layer's running statistics, (mu_t, var_t) those of the present batch, n its images,
 N the prior strength: how many images the running statistics count for. Schneider's estimate is
-mu = N / (N + n) mu_s + n / (N + n) mu_t, and var alike. N = 0 is Nado's: the batch alone.
+mu = N / (N + n) mu_s + n / (N + n) mu_t, and var alike. N = 0 is Nado's: only the batch.
 """
 
 from typing import Any

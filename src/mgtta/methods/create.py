@@ -15,7 +15,7 @@ from mgtta.adaptation.method import Method
 from mgtta.adaptation.recalled import Recalled
 from mgtta.adaptation.scheduled import SCHEDULES, Scheduled
 from mgtta.adaptation.wrapper import Adapting
-from mgtta.methods._checks import check_number, check_settings
+from mgtta.methods._checks import check_number, check_numbers, check_settings
 from mgtta.methods.registry import recipe
 from mgtta.models.classifier import Classifier
 from mgtta.models.loading import as_classifier
@@ -68,10 +68,8 @@ def create(
         )
     chosen = recipe(name)
     check_settings(chosen, settings)
-    check_number("max_updates", max_updates, whole=True)
+    check_numbers(max_updates=max_updates, gather=gather, recall=recall)
     check_number("max_seconds", max_seconds)
-    check_number("gather", gather, whole=True)
-    check_number("recall", recall, whole=True)
     with torch.inference_mode(False):
         method = chosen.build(as_classifier(model), settings)
         method.name = chosen.name

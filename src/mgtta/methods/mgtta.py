@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mgtta.adaptation.method import ObjectiveMethod, OptimizerFactory
+from mgtta.adaptation.method import OptimizerFactory
+from mgtta.adaptation.objective import ObjectiveMethod
 from mgtta.losses import objective
 from mgtta.methods._descent import Descent
 from mgtta.methods.registry import GENERATOR, SOURCE, Paper, register

@@ -1,6 +1,6 @@
 """NoAdapt: the source model as it is; what every other method must beat."""
 
-from mgtta.adaptation.method import ObjectiveMethod
+from mgtta.adaptation.objective import ObjectiveMethod
 from mgtta.methods.registry import register
 
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import mgtta.methods
 from mgtta._lib.errors import unknown
-from mgtta.adaptation.method import Method, ObjectiveMethod
+from mgtta.adaptation.method import Method
+from mgtta.adaptation.objective import ObjectiveMethod
 from mgtta.methods._descent import Descent
 
 GRADIENTS = "gradients"

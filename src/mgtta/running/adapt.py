@@ -3,6 +3,7 @@
 import hashlib
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -46,7 +47,8 @@ class StreamResult:
         if self.unreadable:
             parts.append(f"{len(self.unreadable)} images unreadable")
         if self.events:
-            parts.append(f"{len(self.events)} alarms")
+            counts = Counter(str(event.get("action")) for event in self.events)
+            parts.append(", ".join(f"{n} x {action}" for action, n in counts.items()))
         return f"{', '.join(parts)} -> {self.out}"
 
 
