@@ -13,14 +13,15 @@ def check_images(x: Tensor) -> Tensor:
     return x
 
 
-def random_view(x: Tensor, random: torch.Generator, *, noise: bool = True) -> Tensor:
+def random_view(x: Tensor, random: torch.Generator, *, noise: bool = True, padding: str = "edge") -> Tensor:
     """Colours, position, size and orientation changed a little: (N, channels, H, W) in [0, 1], and so the result.
 
-    One draw serves the whole batch. All of it hangs on `random`, a generator on the CPU; torch's own is left as
+    One draw serves the whole batch. All of it depends on `random`, a generator on the CPU; torch's own is left as
     it was.
 
     Args:
         noise: blur the view and add Gaussian noise to it too.
+        padding: what is seen beyond the border: "edge", CoTTA's, repeats its pixels; "reflect", ROID's, mirrors.
     """
     n_channels, height, width = check_images(x).shape[1:]
     seed = int(torch.randint(2**62, (), generator=random))
@@ -31,7 +32,7 @@ def random_view(x: Tensor, random: torch.Generator, *, noise: bool = True) -> Te
             x = transforms.ColorJitter((0.6, 1.4), (0.7, 1.3), (0.5, 1.5), (-0.06, 0.06))(x)
         gamma = float(torch.empty(()).uniform_(0.7, 1.3))
         x = x.clamp(min=1e-8) ** gamma
-        x = transforms.functional.pad(x, [width // 2, height // 2], padding_mode="edge")
+        x = transforms.functional.pad(x, [width // 2, height // 2], padding_mode=padding)
         x = transforms.RandomAffine(
             15, (1 / 16, 1 / 16), (0.9, 1.1), interpolation=transforms.InterpolationMode.BILINEAR
         )(x)

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from mgtta._lib.errors import unknown
-from mgtta.methods.registry import REQUIRED, SOURCE, Recipe
+from mgtta.methods.registry import REQUIRED, Recipe
 
 OF_ALL = (  # settings of every method
     "max_updates",
@@ -17,7 +17,12 @@ OF_ALL = (  # settings of every method
     "pull",
     "gather",
     "recall",
+    "settings",
 )
+MADE_BY = {  # required setting -> its remedy
+    "source": "mgtta.source_statistics(model, clean_images) makes it",
+    "fisher": "mgtta.fisher_information(model, clean_images) makes it; eta is the method without it",
+}
 
 
 def check_settings(chosen: Recipe, settings: dict[str, Any]) -> None:
@@ -28,8 +33,7 @@ def check_settings(chosen: Recipe, settings: dict[str, Any]) -> None:
             raise unknown(f"setting of {chosen.name}", key, [*known, *OF_ALL])
     for key, default in known.items():
         if default is REQUIRED and settings.get(key) is None:
-            remedy = "mgtta.source_statistics(model, clean_images) makes it" if SOURCE in chosen.needs else "give it"
-            raise ValueError(f"{chosen.name} needs {key}=...: {remedy}")
+            raise ValueError(f"{chosen.name} needs {key}=...: {MADE_BY.get(key, 'give it')}")
     check_number("lr", settings.get("lr"))
     if not settings.get("decay", math.inf) > 0:
         raise ValueError(f"decay must be above 0 (inf: the learning rate does not fall), not {settings['decay']}")

@@ -3,10 +3,14 @@
 Notation: p (P, d) the prompts of one candidate, K candidates a batch, e_N (N, d) the final class tokens,
 mu_N(t) their running mean over the test stream, mu_N^S the source's. Numbers are the paper's.
 
-Where paper and released system differ this follows the system, whose figures are the ones compared with: Eq. 5 has
+Followed: the authors' code, github.com/mr-eggplant/FOA, also where the paper differs, since the published figures are
+the code's: Eq. 5 has
 squared distances and its discrepancy is scaled by N / 64; K = 28 is 27 samples and the previous best; CMA-ES starts
 at zero with step size 1, and the first "previous best" is uniform; a batch is shifted by what was known before it
 (the first, not at all); mu_N(X_t) is the mean over all candidates.
+Ours on purpose: prompts stand behind all prefix tokens, so that register tokens keep their place, and are inserted
+before the first block, behind `norm_pre`. The code inserts them behind the first token, before `norm_pre`. For a ViT with
+a class token only and no `norm_pre`, such as the paper's, both are the same.
 """
 
 import math
@@ -29,7 +33,13 @@ IMAGES = 64  # images of a forward pass, over which small batches are filled up 
 PAPER = Paper("Test-Time Model Adaptation with Only Forward Passes", "2404.01650")
 
 
-@register("foa", papers=[PAPER], needs=[SOURCE, TOKENS])
+@register(
+    "foa",
+    papers=[PAPER],
+    needs=[SOURCE, TOKENS],
+    code="github.com/mr-eggplant/FOA",
+    mgtta={"prompts": 3, "population": 28, "trade_off": 0.4},
+)
 class FOA(Method):
     """Prompts evolved by CMA-ES and activations shifted to the source, for ViTs (Niu et al., ICML 2024).
 

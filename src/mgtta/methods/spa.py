@@ -2,9 +2,9 @@
 
 From the paper: the image's prediction is the target for its twins'. One twin has low-frequency amplitudes masked at
 random, the other has noise injected. Only images of which the model is surer than of their twin teach it.
-From its released system: KL divergence; ratios and learning rates; a linear predictor before the head, only for the
+From the authors' code, github.com/mr-eggplant/SPA: KL divergence; ratios and learning rates; a linear predictor before the head, only for the
 twins, which starts as the identity; noise strengths a_ij^2 on a 14 x 14 grid, learned by ascent.
-Ours: twins are made relative to the model's own input mean and std (0.5 if it has none); predictor and noise move by
+Ours on purpose: twins are made relative to the model's own input mean and std (0.5 if it has none); predictor and noise move by
 SGD with momentum whatever optimizer moves the norm layers.
 """
 
@@ -30,12 +30,18 @@ MOMENTUM = 0.9  # of predictor and noise
 PAPER = Paper("Self-Bootstrapping for Versatile Test-Time Adaptation", "2504.08010")
 
 
-@register("spa", papers=[PAPER], descent=Descent(lr=0.01))
+@register(
+    "spa",
+    papers=[PAPER],
+    descent=Descent(lr=0.01),
+    code="github.com/mr-eggplant/SPA",
+    resnets={"lr": 2.5e-3, "predictor_lr": 0.025, "mask_ratio": 0.1, "noise_ratio": 0.1},
+)
 class SPA(Method):
     """Consistency of an image with its deteriorated twins (Niu et al., ICML 2025).
 
-    entropy_weight: 0.1 joins it with TENT. For ResNet-50 with GroupNorm the authors take lr 2.5e-3, predictor_lr
-    0.025 and ratios of 0.1."""
+    entropy_weight: 0.1 joins it with TENT.
+    """
 
     engine: EagerEngine
     random: torch.Generator
