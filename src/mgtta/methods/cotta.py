@@ -4,11 +4,11 @@ Notation    f_theta  student; f_theta'  teacher, the student's moving average (a
             source; p_th = confidence; p = restore, the share of weights that go back to the source at each batch
 
 Followed: the authors' code for ImageNet, github.com/qinenergy/cotta: lr 0.01 with Nesterov momentum and restore 0.001.
-The lr of 0.05 and restore of 0.01 stand only in the text of papers, such as MGTTA's (settings="mgtta"), whose code, like
-FOA's and SPA's, has lr 0.005 for ViT-B. The augmented views are averaged as logits, the anchor's confidence is the
-batch's mean, and one draw of an augmentation serves the batch. The loss for ImageNet is the symmetric form of Eq. 5, and
-so is ours by default: with Eq. 5 itself and an anchor that is sure, student and teacher are the same at the start, and
-the gradient stays 0.
+The lr of 0.05 and restore of 0.01 stand only in the text of papers, such as MGTTA's (settings="mgtta"). Its code has lr
+0.005 for ViT-B, as FOA's and SPA's do. The augmented views are averaged as logits, the anchor's confidence is the
+batch's mean, and one draw of an augmentation serves the batch. The loss for ImageNet is the symmetric form of Eq. 5,
+and so is ours by default: with Eq. 5 itself and an anchor that is sure, student and teacher are the same at the start,
+and the gradient stays 0.
 Ours on purpose: the authors' code moves only tensors called weight or bias; here, as in the paper, all parameters move.
 """
 

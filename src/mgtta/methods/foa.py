@@ -9,8 +9,8 @@ squared distances and its discrepancy is scaled by N / 64; K = 28 is 27 samples 
 at zero with step size 1, and the first "previous best" is uniform; a batch is shifted by what was known before it
 (the first, not at all); mu_N(X_t) is the mean over all candidates.
 Ours on purpose: prompts stand behind all prefix tokens, so that register tokens keep their place, and are inserted
-before the first block, behind `norm_pre`. The code inserts them behind the first token, before `norm_pre`. For a ViT with
-a class token only and no `norm_pre`, such as the paper's, both are the same.
+before the first block, behind `norm_pre`. The code inserts them behind the first token, before `norm_pre`. For a ViT
+with a class token only and no `norm_pre`, such as the paper's, both are the same.
 """
 
 import math

@@ -41,6 +41,7 @@ def rate_of_the_paper(lr: float, images: int) -> float:
     needs=[SOURCE],
     descent=Descent(5e-3, "adam", fixed=True),
     what="MGTTA's objective with Adam, with which the paper does not compare.",
+    rate_at=rate_of_the_paper,
 )
 @register(
     "mgtta",

@@ -2,10 +2,10 @@
 
 From the paper: the image's prediction is the target for its twins'. One twin has low-frequency amplitudes masked at
 random, the other has noise injected. Only images of which the model is surer than of their twin teach it.
-From the authors' code, github.com/mr-eggplant/SPA: KL divergence; ratios and learning rates; a linear predictor before the head, only for the
-twins, which starts as the identity; noise strengths a_ij^2 on a 14 x 14 grid, learned by ascent.
-Ours on purpose: twins are made relative to the model's own input mean and std (0.5 if it has none); predictor and noise move by
-SGD with momentum whatever optimizer moves the norm layers.
+From the authors' code, github.com/mr-eggplant/SPA: KL divergence; ratios and learning rates; a linear predictor before
+the head, only for the twins, which starts as the identity; noise strengths a_ij^2 on a 14 x 14 grid, learned by ascent.
+Ours on purpose: twins are made relative to the model's own input mean and std (0.5 if it has none); predictor and noise
+move by SGD with momentum whatever optimizer moves the norm layers.
 """
 
 from typing import cast
