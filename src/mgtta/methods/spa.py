@@ -8,8 +8,6 @@ Ours on purpose: twins are made relative to the model's own input mean and std (
 move by SGD with momentum whatever optimizer moves the norm layers.
 """
 
-from typing import cast
-
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
@@ -17,7 +15,7 @@ from torch.nn.functional import interpolate
 from mgtta.adaptation.method import Method, OptimizerFactory
 from mgtta.adaptation.step import EagerEngine, Pass
 from mgtta.losses import cross_entropy, entropy
-from mgtta.methods._augment import check_images
+from mgtta.methods._augment import check_images, mask_low_frequencies
 from mgtta.methods._descent import Descent
 from mgtta.methods.registry import Paper, register
 from mgtta.models.classifier import Classifier
@@ -135,19 +133,3 @@ class SPA(Method):
             self.noise_velocity = MOMENTUM * self.noise_velocity + up
             noise = self.noise + self.noise_lr * self.noise_velocity
             self.noise = (noise * (self.noise_ratio / noise.square().mean().clamp(min=1e-12)).sqrt()).clamp(-1, 1)
-
-
-def mask_low_frequencies(x: Tensor, ratio: float, side: float, random: torch.Generator) -> Tensor:
-    """A share `ratio` of the amplitudes of low frequencies set to 0, phases and all else kept: (N, c, H, W).
-
-    Low are those in the middle square of the shifted spectrum whose side is `side` of the image's. A frequency and
-    its conjugate go together, so the result is real.
-    """
-    height, width = x.shape[2:]
-    spectrum = torch.fft.rfft2(x if x.dtype == torch.float64 else x.float())  # (N, c, H, W // 2 + 1)
-    r_h, r_w = (min(round(side * n / 2), (n - 1) // 2) for n in (height, width))
-    kept = (torch.rand(*x.shape[:2], 2 * r_h + 1, r_w + 1, generator=random) >= ratio).to(x.device)
-    kept[:, :, r_h + 1 :, 0] = kept[:, :, :r_h, 0].flip(2)  # rows are frequencies -r_h ... r_h
-    rows = torch.arange(-r_h, r_h + 1, device=x.device) % height
-    spectrum[:, :, rows, : r_w + 1] *= kept
-    return cast(Tensor, torch.fft.irfft2(spectrum, s=(height, width))).to(x.dtype)
