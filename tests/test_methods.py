@@ -23,6 +23,7 @@ OWN_LOGITS = (CoTTA, MGTTAPlus, ROID)  # nor those of CoTTA's teacher; the other
 RECIPES = recipes()
 GRADIENT = [name for name, recipe in RECIPES.items() if recipe.descent is not None]
 OPEN = {  # filters that let all images pass, since random weights leave none; and CoTTA with views, but few
+    "eta": {"margin": 1.1, "redundancy": 1.1},
     "cotta": {"confidence": 1.0, "augmentations": 2},
     "deyo": {"entropy_threshold": 1.1, "plpd_threshold": -1.0},
     "eata": {"margin": 1.1, "redundancy": 1.1},
@@ -39,6 +40,8 @@ def make(name, model, **settings):
     parameters = RECIPES[name].settings
     if "source" in parameters:
         settings.setdefault("source", mgtta.source_statistics(model, images(16, seed=99)))
+    if "fisher" in parameters:
+        settings.setdefault("fisher", mgtta.fisher_information(model, images(16, seed=99)))
     if "generator" in parameters:
         settings.setdefault("generator", random_generator(memory="lstm" if "lstm" in name else "gml"))
     return mgtta.create(name, model, **{**OPEN.get(name, {}), **settings})

@@ -24,7 +24,7 @@ from mgtta.bench.provenance import check_unchanged
 from mgtta.bench.resources import HELD_BYTES, Lab, Watch, asked, generator_of, known_source, training_of
 from mgtta.bench.store import Store
 from mgtta.bench.streams import stream_tries, tuned_jointly
-from mgtta.bench.sweep import sweep_cells, tuned
+from mgtta.bench.sweep import swept
 from mgtta.learned.files import load_generator
 from mgtta.models.source import load_source
 
@@ -50,14 +50,16 @@ def run_experiment(
     more: dict[str, Any] = {"workers": workers, "watch": watch, "process_group": process_group, "ray": ray}
     cells = experiment_cells(name, options)
     if sweep:
+
+        def run(tries: Sequence[Cell]) -> list[dict[str, Any]]:
+            return run_cells(tries, setup, store, title="sweep", **more)
+
         joint = [cell for cell in cells if cell.kind is not None]
         cells = [cell for cell in cells if cell.kind is None]
         if cells:
-            tries = sweep_cells(cells)
-            cells = tuned(cells, tries, run_cells(tries, setup, store, title="sweep", **more))
+            cells = swept(cells, run)
         if joint:
-            tries = stream_tries(options)
-            cells += tuned_jointly(joint, run_cells(tries, setup, store, title="sweep", **more))
+            cells += tuned_jointly(joint, run(stream_tries(options)))
     return run_cells(cells, setup, store, title=name, **more)
 
 
