@@ -14,11 +14,12 @@ from mgtta.methods.cotta import CoTTA
 from mgtta.methods.foa import FOA
 from mgtta.methods.lame import LAME
 from mgtta.methods.mgtta_plus import MGTTAPlus
-from mgtta.methods.registry import recipes
+from mgtta.methods.neo import NEO
+from mgtta.methods.registry import REQUIRED, recipes
 from mgtta.methods.roid import ROID
 from mgtta.methods.t3a import T3A
 
-GRADIENT_FREE = (BatchNormStatistics, FOA, LAME, T3A)  # their logits are not the plain model's
+GRADIENT_FREE = (BatchNormStatistics, FOA, LAME, NEO, T3A)  # their logits are not the plain model's
 OWN_LOGITS = (CoTTA, MGTTAPlus, ROID)  # nor those of CoTTA's teacher; the others correct theirs
 RECIPES = recipes()
 GRADIENT = [name for name, recipe in RECIPES.items() if recipe.descent is not None]
@@ -26,7 +27,10 @@ OPEN = {  # filters that let all images pass, since random weights leave none; a
     "cotta": {"confidence": 1.0, "augmentations": 2},
     "deyo": {"entropy_threshold": 1.1, "plpd_threshold": -1.0},
     "eata": {"margin": 1.1, "redundancy": 1.1},
+    "eata_come": {"margin": 1.1, "redundancy": 1.1},
+    "rdumb": {"margin": 1.1, "redundancy": 1.1, "every": 2},
     "sar": {"margin": 1.1, "recovery": 0.0},
+    "sar_come": {"margin": 1.1, "recovery": 0.0},
 }
 CANNOT = {
     *(("bn", "vit"), ("bn", "groupnorm")),
@@ -37,8 +41,10 @@ CANNOT = {
 
 def make(name, model, **settings):
     parameters = RECIPES[name].settings
-    if "source" in parameters:
+    if parameters.get("source") is REQUIRED:
         settings.setdefault("source", mgtta.source_statistics(model, images(16, seed=99)))
+    if parameters.get("fisher") is REQUIRED:
+        settings.setdefault("fisher", mgtta.fisher_information(model, images(16, seed=99)))
     if "generator" in parameters:
         settings.setdefault("generator", random_generator(memory="lstm" if "lstm" in name else "gml"))
     return mgtta.create(name, model, **{**OPEN.get(name, {}), **settings})
