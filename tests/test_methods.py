@@ -12,6 +12,7 @@ from mgtta._lib.files import read_tree, write_tree
 from mgtta.methods.bn import BatchNormStatistics
 from mgtta.methods.cotta import CoTTA
 from mgtta.methods.foa import FOA
+from mgtta.methods.foa_shift import FOAShift
 from mgtta.methods.lame import LAME
 from mgtta.methods.mgtta_plus import MGTTAPlus
 from mgtta.methods.neo import NEO
@@ -19,7 +20,7 @@ from mgtta.methods.registry import REQUIRED, recipes
 from mgtta.methods.roid import ROID
 from mgtta.methods.t3a import T3A
 
-GRADIENT_FREE = (BatchNormStatistics, FOA, LAME, NEO, T3A)  # their logits are not the plain model's
+GRADIENT_FREE = (BatchNormStatistics, FOA, FOAShift, LAME, NEO, T3A)  # their logits are not the plain model's
 OWN_LOGITS = (CoTTA, MGTTAPlus, ROID)  # nor those of CoTTA's teacher; the others correct theirs
 RECIPES = recipes()
 GRADIENT = [name for name, recipe in RECIPES.items() if recipe.descent is not None]
@@ -28,13 +29,18 @@ OPEN = {  # filters that let all images pass, since random weights leave none; a
     "deyo": {"entropy_threshold": 1.1, "plpd_threshold": -1.0},
     "eata": {"margin": 1.1, "redundancy": 1.1},
     "eata_come": {"margin": 1.1, "redundancy": 1.1},
+    "foa_interval": {"interval": 4},
     "rdumb": {"margin": 1.1, "redundancy": 1.1, "every": 2},
     "sar": {"margin": 1.1, "recovery": 0.0},
     "sar_come": {"margin": 1.1, "recovery": 0.0},
+    "spa_eata": {"margin": 1.1, "redundancy": 1.1},
+    "spa_eta": {"margin": 1.1, "redundancy": 1.1},
 }
 CANNOT = {
     *(("bn", "vit"), ("bn", "groupnorm")),
     *(("foa", "batchnorm"), ("foa", "groupnorm")),
+    *(("foa_interval", "batchnorm"), ("foa_interval", "groupnorm")),
+    *(("foa_shift", "batchnorm"), ("foa_shift", "groupnorm")),
     *(("mgtta_plus", "batchnorm"), ("mgtta_plus", "groupnorm")),  # re-centring: see test_mgtta_plus.py
 }
 
@@ -182,15 +188,15 @@ def test_budgets(name):
 def test_learning_lowers_the_objective(name):
     """On one batch again and again, with a generator that steps along the gradient's sign."""
     settings = {"generator": sign_generator("lstm" if "lstm" in name else "gml")} if "mgtta" in name else {}
-    if name == "spa":  # its noise learns to raise the loss, and its gate changes what the loss is a mean of
+    if name.startswith("spa"):  # its noise learns to raise the loss, and its gate changes what the loss is a mean of
         settings = {"noise_lr": 0.0, "predictor_lr": 0.0}
     method = make(name, mgtta.load_model(confident_vit()), lr=1e-3, **settings)
-    if name == "spa":
+    if name.startswith("spa"):
         method.surer = lambda target, _twin: torch.ones(len(target), dtype=torch.bool)
     assert method.optimizer is not None
     x = images(8)
     first = objective(method, x)
-    for _ in range(40 if name == "spa" else 20):
+    for _ in range(40 if name.startswith("spa") else 20):
         method(x)
     assert objective(method, x) < first
 
