@@ -14,14 +14,16 @@ from mgtta.methods.cotta import CoTTA
 from mgtta.methods.foa import FOA
 from mgtta.methods.foa_shift import FOAShift
 from mgtta.methods.lame import LAME
+from mgtta.methods.memo import MEMO
 from mgtta.methods.mgtta_plus import MGTTAPlus
 from mgtta.methods.neo import NEO
 from mgtta.methods.registry import REQUIRED, recipes
 from mgtta.methods.roid import ROID
+from mgtta.methods.rotta import RoTTA
 from mgtta.methods.t3a import T3A
 
-GRADIENT_FREE = (BatchNormStatistics, FOA, FOAShift, LAME, NEO, T3A)  # their logits are not the plain model's
-OWN_LOGITS = (CoTTA, MGTTAPlus, ROID)  # nor those of CoTTA's teacher; the others correct theirs
+GRADIENT_FREE = (BatchNormStatistics, FOA, FOAShift, LAME, MEMO, NEO, T3A)  # their logits are not the plain model's
+OWN_LOGITS = (CoTTA, MGTTAPlus, ROID, RoTTA)  # nor those of a teacher; the others correct theirs
 RECIPES = recipes()
 GRADIENT = [name for name, recipe in RECIPES.items() if recipe.descent is not None]
 OPEN = {  # filters that let all images pass, since random weights leave none; and CoTTA with views, but few
@@ -30,7 +32,9 @@ OPEN = {  # filters that let all images pass, since random weights leave none; a
     "eata": {"margin": 1.1, "redundancy": 1.1},
     "eata_come": {"margin": 1.1, "redundancy": 1.1},
     "foa_interval": {"interval": 4},
+    "memo": {"augmentations": 2},
     "rdumb": {"margin": 1.1, "redundancy": 1.1, "every": 2},
+    "rotta": {"frequency": 4},
     "sar": {"margin": 1.1, "recovery": 0.0},
     "sar_come": {"margin": 1.1, "recovery": 0.0},
     "spa_eata": {"margin": 1.1, "redundancy": 1.1},
@@ -38,6 +42,7 @@ OPEN = {  # filters that let all images pass, since random weights leave none; a
 }
 CANNOT = {
     *(("bn", "vit"), ("bn", "groupnorm")),
+    *(("rotta", "vit"), ("rotta", "groupnorm")),
     *(("foa", "batchnorm"), ("foa", "groupnorm")),
     *(("foa_interval", "batchnorm"), ("foa_interval", "groupnorm")),
     *(("foa_shift", "batchnorm"), ("foa_shift", "groupnorm")),
@@ -64,7 +69,7 @@ def method(request, any_model):
 
 
 def suitable(name):
-    return NETS["batchnorm"]() if name == "bn" else vit()
+    return NETS["batchnorm"]() if name in ("bn", "rotta") else vit()
 
 
 def prediction(method, x):
@@ -184,7 +189,7 @@ def test_budgets(name):
     assert long.updates == 1
 
 
-@pytest.mark.parametrize("name", GRADIENT)
+@pytest.mark.parametrize("name", [name for name in GRADIENT if name != "rotta"])  # it learns from its memory
 def test_learning_lowers_the_objective(name):
     """On one batch again and again, with a generator that steps along the gradient's sign."""
     settings = {"generator": sign_generator("lstm" if "lstm" in name else "gml")} if "mgtta" in name else {}

@@ -1,7 +1,7 @@
 """AugMix views of one image, as MEMO takes them: a random crop, mixed with three chains of weak operations.
 
-Hendrycks et al., ICLR 2020; operations and strengths are those of MEMO's code, at its severity 1 of 10. They are computed
-in 8 bits, as there. Ours: shears are around the centre of the image.
+Hendrycks et al., ICLR 2020; operations and strengths are those of MEMO's code, at its severity 1 of 10. They are
+computed in 8 bits, as there. Ours: shears are around the centre of the image.
 """
 
 import math

@@ -8,8 +8,8 @@ MEMO is episodic: it predicts an image after its own update, and keeps nothing f
 here whose logits come from after the update; `predict` without an update is the source model. An image costs B forward
 and backward passes. All parameters move, as in the authors' code, by their settings for ResNet-50: SGD, lr 2.5e-4, B =
 64. For a ViT (RVT) they have optimizer="adamw", lr=1e-5 and weight_decay=0.01. Views are AugMix's (see _augmix.py).
-BatchNorm layers mix the source's statistics with those of the image, 16 to 1. Ours: AdamW starts anew for each image;
-in the authors' code its moments live on. The mixed variance is the biased one.
+BatchNorm layers mix the source's statistics with those of the image, 16 to 1. Ours: AdamW has no moments from other
+images; in the authors' code they are kept. The mixed variance is the biased one.
 """
 
 from collections.abc import Iterator

@@ -12,9 +12,6 @@ Settings are those of the authors' code. Only BatchNorm layers adapt; a view is 
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +23,11 @@ from mgtta.losses import cross_entropy, entropy
 from mgtta.methods._augment import check_images, random_view
 from mgtta.methods._cstu import CSTU
 from mgtta.methods._descent import Descent
+from mgtta.methods._robust_bn import RobustStatistics
 from mgtta.methods.registry import BATCH_NORM, Paper, register
 from mgtta.models.classifier import Classifier
 from mgtta.models.export import export_net
 from mgtta.models.norms import batch_norms
-from mgtta.models.statistics import StreamStatistics
 
 PAPER = Paper("Robust Test-Time Adaptation in Dynamic Scenarios", "2303.13899")
 
@@ -136,38 +133,6 @@ class RoTTA(Method):
         self.images = own["images"]
         for name, value in own["teacher"].items():
             self.teacher.get_parameter(name).copy_(value)
-
-
-class RobustStatistics(StreamStatistics):
-    """The statistics of the BatchNorm layers of one network, which take in a share of each update's batch."""
-
-    @contextmanager
-    def normalising(self, net: nn.Module, share: float = 0.0) -> Iterator[None]:
-        """Let the layers normalise by these statistics, after they took in this share of the batch."""
-        handles = [
-            net.get_submodule(name).register_forward_hook(partial(self._normalise, i, share))
-            for i, name in enumerate(self.layers)
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _normalise(self, i: int, share: float, layer: Any, inputs: tuple[Tensor, ...], _output: Tensor) -> Tensor:
-        x = inputs[0]
-        mean = self.get_buffer(f"mean_{i}")
-        var = self.get_buffer(f"var_{i}")
-        if share:
-            axes = [axis for axis in range(x.ndim) if axis != 1]
-            batch_var, batch_mean = torch.var_mean(x, axes, correction=0)
-            mean = (1 - share) * mean + share * batch_mean
-            var = (1 - share) * var + share * batch_var
-            setattr(self, f"mean_{i}", mean.detach())
-            setattr(self, f"var_{i}", var.detach())
-        shape = [-1 if axis == 1 else 1 for axis in range(x.ndim)]
-        x = (x - mean.view(shape)) / (var.view(shape) + layer.eps).sqrt()
-        return x * layer.weight.view(shape) + layer.bias.view(shape) if layer.affine else x
 
 
 def _batch_norm_parameters(classifier: nn.Module) -> list[nn.Parameter]:
