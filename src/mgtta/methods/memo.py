@@ -12,6 +12,7 @@ BatchNorm layers mix the source's statistics with those of the image, 16 to 1. O
 images; in the authors' code they are kept. The mixed variance is the biased one.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -105,7 +106,7 @@ class MEMO(Method):
 
 def marginal_entropy(logits: Tensor) -> Tensor:
     """Return the entropy of the mean prediction: (B, C) -> scalar."""
-    log_p = logits.log_softmax(-1).logsumexp(0) - torch.tensor(len(logits)).log().to(logits)
+    log_p = logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))
     return -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum()
 
 

@@ -8,6 +8,8 @@ batch counts in m before it is predicted. (So the first image of a stream of sin
 Ours: `source` gives mu itself.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -31,7 +33,6 @@ class NEO(Method):
     """
 
     mean: Tensor
-    images: Tensor
 
     def __init__(self, model: Classifier, *, source: Source | None = None, alpha: float | None = None):
         super().__init__(model)
@@ -47,7 +48,7 @@ class NEO(Method):
             centre = as_source(source, model.name, self.fingerprint).mean[-1].to(weight)
         self.centre = nn.Parameter(centre, requires_grad=False)  # mu, (D,)
         self.register_buffer("mean", torch.zeros_like(weight[0]))  # m, (D,)
-        self.register_buffer("images", torch.zeros((), device=weight.device))  # of which m is the mean
+        self.images = 0  # of which m is the mean
 
     def look(self, x: Tensor) -> Pass:
         """Predict by the present mean; as the source model before the first batch."""
@@ -60,7 +61,7 @@ class NEO(Method):
             self.checked = True
         logits, z = self.model.embed(x)
         if logits.isfinite().all() and z.isfinite().all():
-            self.images = self.images + len(z)
+            self.images += len(z)
             share = len(z) / self.images if self.alpha is None else self.alpha
             self.mean = self.mean + share * (z.mean(0) - self.mean)
             self.engine.updates += 1
@@ -70,12 +71,19 @@ class NEO(Method):
 
     def shift(self, every_class: bool = False) -> Tensor:
         """Return what the re-centring adds to the logits (C,), of the scored classes or of every class of the head."""
-        direction = (self.centre - self.mean) * (self.images > 0)
+        direction = self.centre - self.mean if self.images else torch.zeros_like(self.mean)
         return through_head(self.model, direction, every_class)
 
     def export(self) -> nn.Module:
         """Return a copy of your own module with the shift in the bias of its head."""
         return export_net(self.model, head_shift=self.shift(every_class=True))
+
+    def own_state(self) -> Any:
+        return {**super().own_state(), "images": self.images}
+
+    def load_own_state(self, own: Any) -> None:
+        super().load_own_state(own)
+        self.images = own["images"]
 
 
 def through_head(model: Classifier, direction: Tensor, every_class: bool = False) -> Tensor:
