@@ -28,7 +28,7 @@ from mgtta.bench.store import Store
 from mgtta.cli import app
 from mgtta.data.glyphs import Glyphs
 from mgtta.data.streams import corrupted, stream
-from mgtta.methods.registry import SOURCE, recipes
+from mgtta.methods.registry import BATCH_NORM, FISHER, SOURCE, recipes
 
 K = 3
 SIZES = [8] * 9 + [7, 2, 1]  # 12 steps; of the last two batches some ranks have nothing
@@ -45,6 +45,12 @@ CASES = {  # filters that some images pass and some do not
     "mgtta_lstm": {},
     "mgtta_plus": {},
     "noadapt": {},
+    "actmad": {},
+    "eata_come": {"margin": 0.8, "redundancy": 0.97, "fisher_weight": 1.0},
+    "rdumb": {"margin": 0.65, "redundancy": 0.97, "every": 5},
+    "sar_come": {"margin": 0.8},
+    "shot": {},
+    "tent_come": {},
 }
 
 
@@ -60,7 +66,7 @@ def create(case, **more):
         settings["source"] = mgtta.source_statistics(model, images(32, seed=99).double())
     if name.startswith("mgtta") or "optimizer" in settings:
         settings["generator"] = random_generator(memory="lstm" if "lstm" in name else "gml")
-    if name == "eata":
+    if FISHER in recipes()[name].needs:
         settings["fisher"] = mgtta.fisher_information(model, images(8, seed=5).double())
     return mgtta.create(name, model, **settings)
 
@@ -204,13 +210,14 @@ def _refused(group):
     """Recipe -> why it cannot share a batch, "" where it can."""
     found = {}
     for name in [*recipes(), "batchnorm"]:
-        net = NETS["batchnorm"]() if name in ("bn", "batchnorm") else vit()
         recipe = "tent" if name == "batchnorm" else name
-        settings = (
-            {"source": mgtta.source_statistics(mgtta.load_model(net), images(4))}
-            if SOURCE in recipes()[recipe].needs
-            else {}
-        )
+        needs = recipes()[recipe].needs
+        net = NETS["batchnorm"]() if name == "batchnorm" or BATCH_NORM in needs else vit()
+        settings = {}
+        if SOURCE in needs:
+            settings["source"] = mgtta.source_statistics(mgtta.load_model(net), images(4))
+        if FISHER in needs:
+            settings["fisher"] = mgtta.fisher_information(mgtta.load_model(net), images(4))
         try:
             mgtta.create(recipe, net, process_group=group, **settings)(images(2))
             found[name] = ""
@@ -325,7 +332,7 @@ def test_ranks_that_differ_are_named(ran):
 def test_who_can_share_a_batch_and_who_says_that_it_cannot(ran):
     refused = ran[0]["refused"]
     can = {name for name, why in refused.items() if not why}
-    assert can == {"noadapt", "tent", "eata", "sar", "deyo", "eq7_sgd", "eq7_adam", "mgtta", "mgtta_lstm", "mgtta_plus"}
+    assert can == {case for case in CASES if case in recipes()}
     for name in recipes().keys() - can:
         assert f"{name} looks at a batch as a whole" in refused[name]
     assert "BatchNorm layers" in refused["batchnorm"]
