@@ -1,10 +1,11 @@
 """Writes the registry of recipes into docs/methods.md, between its two marks: python docs/methods.py"""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mgtta.methods.registry import REQUIRED, Recipe, recipes
+from mgtta.methods.registry import AUTHORS, MGTTA, REQUIRED, RESNETS, SETS, Recipe, recipes
 
 PAGE = Path(__file__).with_suffix(".md")
 START, END = "<!-- recipes: written by docs/methods.py -->", "<!-- recipes: end -->"
@@ -28,13 +29,38 @@ def table() -> str:
 
 def described(recipe: Recipe) -> str:
     needs = ", ".join(recipe.needs) or "nothing besides the model"
-    settings = ", ".join(f"`{setting(key, default)}`" for key, default in recipe.settings.items()) or "none"
     lines = [f"### {recipe.name}", "", recipe.what, ""]
     lines += [f"- **Paper:** {paper(title, number)}" for title, number in recipe.papers]
-    lines += [f"- **Needs:** {needs}", f"- **Settings:** {settings}"]
+    lines += [f"- **Needs:** {needs}", f"- {followed(recipe)} {listed(recipe.settings) or 'none'}"]
+    if recipe.resnets:
+        lines.append(f"- **For {RESNETS}:** {listed(recipe.resnets)}")
+    if recipe.mgtta is not None:
+        lines.append(f"- **Settings, `mgtta`** ({SETS[MGTTA]}): {listed(changed(recipe)) or 'the same'}")
+    if recipe.tries:
+        lines.append(f"- **Tried by a sweep besides `lr`:** {tried(recipe)}")
     if recipe.more:
         lines += ["", explained(recipe.more)]
     return "\n".join(lines)
+
+
+def followed(recipe: Recipe) -> str:
+    """Return the words on whose settings the defaults are."""
+    if recipe.code:
+        return f"**Settings, `{AUTHORS}`** ({recipe.code}):"
+    return "**Settings:**"
+
+
+def changed(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings of the set "mgtta" that are not the authors'."""
+    return {key: value for key, value in recipe.at(MGTTA).settings.items() if value != recipe.settings[key]}
+
+
+def listed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{setting(key, default)}`" for key, default in settings.items())
+
+
+def tried(recipe: Recipe) -> str:
+    return ", ".join(f"`{key}`: {', '.join(f'{value:g}' for value in values)}" for key, values in recipe.tries.items())
 
 
 def explained(text: str) -> str:

@@ -13,15 +13,27 @@ from transcription import softmax as probabilities
 
 import mgtta
 from mgtta._lib.timm import timm
-from mgtta.methods._augment import random_view
+from mgtta.methods._augment import mask_low_frequencies, random_view
 from mgtta.methods._descent import Descent
 from mgtta.methods._sam import SAM
 from mgtta.methods.deyo import random_orders, shuffle_patches
+from mgtta.methods.eta import redundancy_for
+from mgtta.methods.registry import recipes
 from mgtta.methods.roid import prior_corrected, soft_likelihood_ratio
-from mgtta.methods.spa import mask_low_frequencies
 from mgtta.models.norms import early_norm_parameters, norm_layers
 
-NAMES = ("eata", "sar", "deyo", "cotta", "spa", "roid")
+NAMES = ("eta", "eata", "sar", "deyo", "cotta", "spa", "roid")
+
+
+def create(name, model, **settings):
+    """mgtta.create, with Fisher information for EATA."""
+    if name == "eata" and "fisher" not in settings:
+        model = mgtta.load_model(model) if not isinstance(model, mgtta.Classifier) else model
+        dtype = next(model.parameters()).dtype
+        size = settings.pop("size", 32)
+        settings["fisher"] = mgtta.fisher_information(model, images(4, seed=9)[:, :, :size, :size].to(dtype))
+    settings.pop("size", None)
+    return mgtta.create(name, model, **settings)
 
 
 def unsure_vit(scale=40.0):
@@ -76,8 +88,8 @@ def slow_eata(rows, m, margin, eps):
     return (mean(terms) if terms else None), kept
 
 
-def test_eata_over_three_batches_against_its_equations():
-    method = mgtta.create("eata", unsure_vit(), margin=0.65, redundancy=0.97)
+def test_eta_over_three_batches_against_its_equations():
+    method = mgtta.create("eta", unsure_vit(), margin=0.65, redundancy=0.97)
     m, sizes = None, set()
     for t in range(3):
         x = images(16, seed=t).double()
@@ -91,13 +103,46 @@ def test_eata_over_three_batches_against_its_equations():
     assert 0 < min(sizes) < 16  # the filters have worked
 
 
-def test_eata_learns_nothing_new_from_what_it_knows():
+def test_eta_learns_nothing_new_from_what_it_knows():
     x = images(8)
     for redundancy, updates in ((0.05, 1), (1.1, 3)):  # 1.1: no cosine is above it, the filter is off
-        method = mgtta.create("eata", confident_vit(), margin=1.1, redundancy=redundancy)
+        method = mgtta.create("eta", confident_vit(), margin=1.1, redundancy=redundancy)
         for _ in range(3):
             method(x[:1])
         assert (method.updates, method.skipped) == (updates, 0)
+
+
+@pytest.mark.parametrize(("classes", "eps"), [(10, 0.4), (1000, 0.05), (100, math.sqrt(0.4 * 0.05))])
+def test_eta_redundancy_follows_the_number_of_classes(classes, eps):
+    assert redundancy_for(classes) == pytest.approx(eps)
+
+
+def test_eta_learns_from_few_classes_at_its_default_redundancy():
+    """Predictions of one class each, over 10 classes: the cosine with their mean is 0.32, above ImageNet's 0.05."""
+    logits = 50 * torch.eye(CLASSES)
+    for redundancy, kept in ((None, CLASSES), (0.05, 0)):
+        method = mgtta.create("eta", vit(), redundancy=redundancy)
+        method.probs = torch.full((CLASSES,), 1 / CLASSES)
+        assert int(method.kept(logits).sum()) == kept
+    assert CLASSES == 10
+
+
+def test_eata_without_fisher_information_is_refused_with_the_remedy():
+    with pytest.raises(ValueError, match=r"eata needs fisher=.*mgtta.fisher_information.*eta"):
+        mgtta.create("eata", vit())
+    with pytest.raises(ValueError, match="eata needs fisher"):
+        mgtta.create("eata", vit(), fisher=None)
+
+
+def test_eata_without_its_last_term_is_eta():
+    model = unsure_vit()
+    settings = {"margin": 0.65, "redundancy": 0.97}
+    eta = mgtta.create("eta", model, **settings)
+    eata = create("eata", model, fisher_weight=0.0, **settings)
+    for t in range(3):
+        x = images(16, seed=t).double()
+        assert torch.equal(eta(x), eata(x))
+    assert all(torch.equal(p, q) for p, q in zip(eta.adapted.values(), eata.adapted.values(), strict=True))
 
 
 def test_fisher_against_the_squared_gradient_of_each_image():
@@ -342,6 +387,22 @@ def test_shuffled_patches(size):
         assert len(set(orders)) == 6  # each image has an order of its own
 
 
+def test_deyo_leaves_the_last_quarter_alone_as_its_authors_do():
+    torch.manual_seed(0)
+    net = timm.models.VisionTransformer(img_size=32, patch_size=16, embed_dim=8, depth=12, num_heads=1, num_classes=2)
+    early = {f"net.blocks.{i}.norm{k}.{w}" for i in range(9) for k in (1, 2) for w in ("weight", "bias")}
+    assert set(mgtta.create("deyo", net).adapted) == early
+    assert len(mgtta.create("deyo", net, settings="mgtta").adapted) == 2 * 25
+
+
+def test_deyo_margins_of_both_sets_of_settings():
+    """An image of entropy 0.4 ln C teaches at the authors' tau_Ent, and not at the MGTTA paper's."""
+    authors, mgttas = (mgtta.create("deyo", vit(), settings=name) for name in ("authors", "mgtta"))
+    assert (authors.entropy_threshold, mgttas.entropy_threshold) == (0.5, 0.3)
+    assert (authors.margin, mgttas.margin) == (0.4, 0.4)
+    assert (rate(authors), rate(mgttas)) == (1e-3, 5e-4)
+
+
 # CoTTA
 
 
@@ -559,7 +620,7 @@ def test_roid_against_its_equations():
         assert 0 < len(kept) < 8
         random = torch.Generator()
         random.set_state(method.random.get_state())
-        views = method.model(random_view(x[kept], random, noise=False)).tolist()
+        views = method.model(random_view(x[kept], random, noise=False, padding="reflect")).tolist()
         total = 0.0
         for i, view in zip(kept, views, strict=True):
             row = rows[i].tolist()
@@ -569,13 +630,53 @@ def test_roid_against_its_equations():
         prior = [mean(column) for column in zip(*[probabilities(row) for row in rows.tolist()], strict=True)]
         gamma = max(1 / 8, 1 / CLASSES) / max(prior)
         for row, found in zip(rows.tolist(), logits.tolist(), strict=True):
-            wanted = [
-                math.log(a * (b + gamma) / (1 + gamma * CLASSES))
-                for a, b in zip(probabilities(row), prior, strict=True)
-            ]
+            wanted = [a * (b + gamma) / (1 + gamma * CLASSES) for a, b in zip(row, prior, strict=True)]
             close(found, wanted)
         p_bar = [0.9 * a + 0.1 * b for a, b in zip(p_bar, prior, strict=True)]
         close(method.probs, p_bar)
+
+
+def test_roid_prior_multiplies_the_logits():
+    """As in every released version; the paper's text multiplies probabilities, which can choose another class."""
+    logits = torch.tensor([[2.0, 1.9], [0.0, 3.0], [0.0, 3.0]], dtype=torch.float64)
+    prior = logits.softmax(-1).mean(0)
+    gamma = 0.5 / prior.max()
+    close(prior_corrected(logits), logits * (prior + gamma) / (1 + 2 * gamma))
+    sorted_by_class = prior_corrected(logits)
+    assert sorted_by_class.argmax(-1).tolist() == [1, 1, 1]
+
+
+def test_roid_steps_by_nesterov_momentum():
+    """p <- p - lr (g + 0.9 v), v <- 0.9 v + g, over two steps with the weights' ensemble off."""
+    method = mgtta.create("roid", unsure_vit(), lr=0.01, source_ema=1.0)
+    velocity = {name: torch.zeros_like(p) for name, p in method.adapted.items()}
+    for t in range(2):
+        x = images(8, seed=t).double()
+        before = params_of(method)
+        grads = slow_gradients(method, x)
+        method(x)
+        for name, p in method.adapted.items():
+            velocity[name] = 0.9 * velocity[name] + grads[name]
+            close(p.detach(), before[name] - 0.01 * (grads[name] + 0.9 * velocity[name]))
+
+
+def slow_gradients(method, x):
+    """The gradient of the loss, from a copy of the method with its random numbers."""
+    twin = copy.deepcopy(method)
+    twin.loss(x)[1].backward()
+    return {name: p.grad for name, p in twin.adapted.items()}
+
+
+def test_views_are_padded_by_their_edge_or_by_reflection():
+    """A view moved by up to 1/16 of the image shows what lies beyond the border."""
+    x = images(2).double()
+    edge, reflect = (
+        random_view(x, torch.Generator().manual_seed(3), noise=False, padding=mode) for mode in ("edge", "reflect")
+    )
+    default = random_view(x, torch.Generator().manual_seed(3), noise=False)
+    assert torch.equal(default, edge)
+    assert not torch.equal(edge, reflect)
+    close(edge[:, :, 12:20, 12:20], reflect[:, :, 12:20, 12:20])  # far from the border they are the same
 
 
 def test_roid_ensembles_weights_with_the_source():
@@ -601,12 +702,74 @@ def test_roid_prior_and_ratio_at_the_edges():
     assert prior_corrected(bad)[0].isfinite().all()
 
 
+# whose settings
+
+
+def rate(method):
+    return method.optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize(
+    ("name", "authors", "on_resnets", "mgttas"),
+    [
+        ("tent", 1e-3, 2.5e-4, 1e-3),
+        ("eta", 1e-3, 2.5e-4, None),
+        ("eata", 1e-3, 2.5e-4, 2.5e-4),
+        ("sar", 1e-3, 2.5e-4, 1e-3),
+        ("deyo", 1e-3, 2.5e-4, 5e-4),
+        ("cotta", 0.01, 0.01, 0.05),
+        ("spa", 0.01, 2.5e-3, None),
+        ("roid", 2.5e-4, 2.5e-4, None),
+    ],
+)
+def test_learning_rates_are_the_authors_by_kind_of_network(name, authors, on_resnets, mgttas):
+    assert rate(create(name, vit())) == authors
+    assert rate(create(name, nets()["convnext"])) == authors
+    for net in ("resnet", "resnet_gn"):
+        assert rate(create(name, nets()[net])) == on_resnets
+        assert rate(create(name, nets()[net], lr=0.5)) == 0.5
+    if mgttas is None:
+        with pytest.raises(ValueError, match=f"the MGTTA paper does not run {name}: its only set .* 'authors'"):
+            create(name, vit(), settings="mgtta")
+    else:
+        assert rate(create(name, vit(), settings="mgtta")) == mgttas
+        assert rate(create(name, nets()["resnet"], settings="mgtta")) == mgttas
+
+
+def test_other_settings_of_both_sets():
+    eata = [create("eata", vit(), settings=name) for name in ("authors", "mgtta")]
+    assert [(m.margin, m.redundancy) for m in eata] == [(0.4, None), (0.5, 0.05)]
+    cotta = [mgtta.create("cotta", vit(), settings=name) for name in ("authors", "mgtta")]
+    assert [m.restored for m in cotta] == [0.001, 0.01]
+    assert [m.optimizer.param_groups[0]["nesterov"] for m in cotta] == [True, False]
+    spa = mgtta.create("spa", nets()["resnet_gn"])
+    assert (spa.predictor_lr, spa.mask_ratio, spa.noise_ratio) == (0.025, 0.1, 0.1)
+
+
+def test_a_set_of_settings_by_name_or_beside_it():
+    assert mgtta.create("deyo@mgtta", vit()).name == "deyo@mgtta"
+    assert mgtta.create("deyo", vit(), settings="mgtta").name == "deyo@mgtta"
+    assert mgtta.create("deyo@authors", vit()).name == mgtta.create("deyo", vit(), settings="authors").name == "deyo"
+    assert rate(mgtta.create("deyo@mgtta", vit(), lr=0.1)) == 0.1
+    with pytest.raises(ValueError, match=r"unknown set of settings 'paper'; valid: authors, mgtta"):
+        mgtta.create("deyo", vit(), settings="paper")
+    with pytest.raises(ValueError, match=r"unknown set of settings ''; valid: authors, mgtta"):
+        mgtta.create("deyo@", vit())
+    with pytest.raises(ValueError, match="leave one out"):
+        mgtta.create("deyo@mgtta", vit(), settings="authors")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "tent", "lame", "t3a", "foa", "mgtta"])
+def test_baselines_say_whose_code_they_follow(name):
+    assert recipes()[name].code.startswith("github.com/")
+
+
 # all of them
 
 
-@pytest.mark.parametrize("name", ["eata", "sar", "deyo"])
+@pytest.mark.parametrize("name", ["eta", "eata", "sar", "deyo"])
 def test_a_batch_that_the_filter_empties_is_neither_an_update_nor_skipped(name):
-    method = mgtta.create(name, vit())  # random weights: every entropy is near ln C
+    method = create(name, vit())  # random weights: every entropy is near ln C
     before = method.state_dict()
     logits = method(images(4))
     after = method.state_dict()
@@ -620,7 +783,7 @@ def test_a_batch_that_the_filter_empties_is_neither_an_update_nor_skipped(name):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_bad_batch_leaves_no_trace_in_averages(name, bad):
-    method = mgtta.create(name, confident_vit(), **({"augmentations": 1} if name == "cotta" else {}))
+    method = create(name, confident_vit(), **({"augmentations": 1} if name == "cotta" else {}))
     method(images(4, seed=1))
     before = method.state_dict()
     x = images(4)
@@ -651,7 +814,7 @@ def nets():
 @pytest.mark.parametrize("name", NAMES)
 def test_other_networks_and_bytes_and_a_class_subset(name, net):
     settings = {"cotta": {"augmentations": 1, "confidence": 1.0}, "sar": {"margin": 1.1}}.get(name, {})
-    method = mgtta.create(name, mgtta.load_model(nets()[net], classes=[0, 2, 3]), **settings)
+    method = create(name, mgtta.load_model(nets()[net], classes=[0, 2, 3]), **settings)
     for n in (4, 1):
         logits = method((images(n) * 255).to(torch.uint8))
         assert logits.shape == (n, 3)
@@ -659,13 +822,13 @@ def test_other_networks_and_bytes_and_a_class_subset(name, net):
     assert method.skipped == 0
 
 
-@pytest.mark.parametrize("name", ["eata", "sar", "deyo"])
+@pytest.mark.parametrize("name", ["eta", "eata", "sar", "deyo"])
 def test_thresholds_count_the_scored_classes(name):
     """Entropies are near ln 2, far below 0.9 ln 10."""
     threshold = "entropy_threshold" if name == "deyo" else "margin"
     for value, updates in ((1.001, 1), (0.9, 0)):
         settings = {threshold: value, **({"plpd_threshold": -1.0} if name == "deyo" else {})}
-        method = mgtta.create(name, mgtta.load_model(vit(), classes=[1, 4]), **settings)
+        method = create(name, mgtta.load_model(vit(), classes=[1, 4]), **settings)
         method(images(4))
         assert method.updates == updates
 
@@ -686,9 +849,10 @@ def test_memory_does_not_grow_over_500_batches(name):
     net = nn.Sequential(
         nn.Conv2d(3, 4, 3, 4), nn.GroupNorm(1, 4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
     )
-    settings = {"cotta": {"confidence": 0.0}, "sar": {"margin": 1.1, "recovery": 0.0}, "eata": {"margin": 1.1}}
+    settings = {"cotta": {"confidence": 0.0}, "sar": {"margin": 1.1, "recovery": 0.0}, "eta": {"margin": 1.1}}
+    settings["eata"] = {"margin": 1.1, "size": 8}
     settings["deyo"] = {"entropy_threshold": 1.1, "plpd_threshold": -1.0}
-    method = mgtta.create(name, net, **settings.get(name, {}))
+    method = create(name, net, **settings.get(name, {}))
     xs = [images(2, seed=t)[:, :, :8, :8] for t in range(7)]
     counts = []
     for t in range(500):

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 import pickle
 import subprocess
 import sys
@@ -18,10 +19,11 @@ from mgtta.bench import sweep
 from mgtta.bench.cells import Cell, Options, Setup, Training, digest
 from mgtta.bench.executors.processes import Processes
 from mgtta.bench.experiments import EXPERIMENTS, QUICK, experiment_cells, variant
+from mgtta.bench.needs import rate_at
 from mgtta.bench.resources import Lab, Watch
 from mgtta.bench.run import run_cells, run_experiment
 from mgtta.bench.store import Store
-from mgtta.bench.sweep import rates, sweep_cells, tuned
+from mgtta.bench.sweep import rates, sweep_cells, swept, tuned
 from mgtta.cli.progress import Bars
 from mgtta.data.cache import Held, Room
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
@@ -29,6 +31,7 @@ from mgtta.data.datasets import open_dataset
 from mgtta.data.glyphs import CLASSES, STAND_INS, Glyphs
 from mgtta.evaluation.record import Record
 from mgtta.methods.registry import recipes
+from mgtta.report.words import at_edge
 
 SMALL = Setup(images=6)
 FEW = [Cell("corruptions", m, (c,), batch_size=3) for c in ("contrast", "fog") for m in ("noadapt", "eq7_sgd")]
@@ -301,6 +304,38 @@ def test_every_experiment_runs_on_the_characters(tmp_path):
     assert mixed["images"] == 6
 
 
+def test_small_batches_have_the_rates_of_the_authors_rules():
+    names = ["noadapt", "tent", "sar", "deyo", "deyo@mgtta", "mgtta", "eq7_adam"]
+    cells = experiment_cells("small-batch", Options(names, corruptions=("fog",)))
+    found = {(c.method, c.batch_size): dict(c.settings).get("lr") for c in cells}
+    assert found["noadapt", 2] is None
+    assert found["tent", 4] == found["sar", 4] == found["deyo", 4] == 6.25e-5
+    assert found["deyo@mgtta", 4] == 3.125e-5
+    assert found["mgtta", 2] == found["mgtta", 4] == 1e-4
+    assert found["eq7_adam", 2] == 5e-4
+    at_one = [rate_at(name, 1) for name in ("tent", "sar", "deyo", "mgtta")]
+    assert at_one == [1.5625e-5, 3.125e-5, 3.125e-5, 1e-4]
+    assert [rate_at(name, 64) for name in ("tent", "sar", "mgtta", "lame")] == [1e-3, 1e-3, 1e-3, None]
+
+
+def test_methods_run_at_either_set_of_settings(tmp_path):
+    cells = [Cell("corruptions", name, ("fog",), batch_size=3) for name in ("deyo", "deyo@mgtta")]
+    authors, papers = run_cells(cells, SMALL, Store(tmp_path))
+    assert (authors["method"], papers["method"]) == ("deyo", "deyo@mgtta")
+    assert [rates(name)[3] for name in ("deyo", "deyo@mgtta")] == [1e-3, 5e-4]
+    with pytest.raises(ValueError, match="valid: authors, mgtta"):
+        experiment_cells("corruptions", Options(["deyo@paper"]))
+
+
+def test_keys_tell_settings_apart_that_a_method_had_in_version_0_1():
+    """What was deyo then is deyo@mgtta now; deyo is other work. Methods that did not change keep their keys."""
+    cells = {name: Cell("corruptions", name, ("fog",)) for name in ("deyo", "deyo@mgtta", "tent", "tent@mgtta")}
+    keys = {name: cell.key(SMALL) for name, cell in cells.items()}
+    assert keys["deyo@mgtta"] == digest([dataclasses.replace(cells["deyo"], experiment=""), SMALL])
+    assert keys["tent"] == digest([dataclasses.replace(cells["tent"], experiment=""), SMALL])
+    assert len(set(keys.values())) == 4
+
+
 # --- sweeps
 
 
@@ -344,13 +379,79 @@ def test_rates_for_long_streams_are_tried_on_long_streams(name):
 
 def test_a_swept_experiment_says_what_it_chose_from(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "VALIDATION_CORRUPTIONS", ("saturate",))
-    monkeypatch.setattr(sweep, "rates", lambda method, factors=(): [1e-3, 1e-2])
+    monkeypatch.setattr(sweep, "rates", lambda method, centre=None: [5e-4, 1e-3, 2e-3])
     options = Options(["tent"], corruptions=("fog", "contrast"))
     records = run_experiment("corruptions", options, Setup(images=2), Store(tmp_path), sweep=True)
-    assert [r["protocol"]["chosen_from"] for r in records] == [[1e-3, 1e-2]] * 2
     tried = [r for r in Store(tmp_path).records() if r["experiment"] == "sweep"]
-    assert {r["settings"]["lr"] for r in tried} == {1e-3, 1e-2}
+    rates_tried = sorted({r["settings"]["lr"] for r in tried})
+    assert {5e-4, 1e-3, 2e-3} <= set(rates_tried)  # and more where the grid grew
+    assert [r["protocol"]["chosen_from"] for r in records] == [rates_tried] * 2
     assert {r["split"] for r in tried} == {"validation"}
+
+
+class Scored:
+    """Runs cells by a made-up accuracy of their settings, and counts them."""
+
+    def __init__(self, score):
+        self.score = score
+        self.ran = []
+
+    def __call__(self, cells):
+        self.ran += cells
+        return [{"top1": self.score(**dict(cell.settings))} for cell in cells for _ in cell.domains]
+
+
+def nearness(peak):
+    """Best at the peak, worse by the decade."""
+    return lambda lr, **_: 50 - abs(math.log10(lr / peak))
+
+
+@pytest.mark.parametrize(("peak", "growths"), [(1e-3, 0), (0.03, 1), (0.4, 3), (2e-6, 3)])
+def test_a_sweep_grows_its_grid_until_the_best_rate_is_inside(peak, growths):
+    run = Scored(nearness(peak))
+    [cell] = swept([Cell("corruptions", "tent", ("fog",))], run)
+    assert len(cell.chosen_from) == 7 + 2 * growths
+    assert len(run.ran) == 4 * len(cell.chosen_from)
+    chosen = dict(cell.settings)["lr"]
+    assert min(cell.chosen_from) < chosen < max(cell.chosen_from)
+    assert chosen == max(cell.chosen_from, key=lambda rate: nearness(peak)(rate))
+
+
+def test_a_sweep_stops_growing_at_its_bound_and_its_rate_is_at_the_edge():
+    run = Scored(lambda lr: lr)
+    [cell] = swept([Cell("corruptions", "tent", ("fog",))], run)
+    assert len(cell.chosen_from) == 7 + 2 * sweep.GROWTHS
+    assert dict(cell.settings)["lr"] == max(cell.chosen_from) == pytest.approx(1e-2 * 5**4)
+    assert at_edge(dataclasses.asdict(cell) | {"settings": dict(cell.settings)})
+
+
+def test_a_sweep_where_all_rates_are_alike_does_not_grow():
+    [cell] = swept([Cell("corruptions", "tent", ("fog",))], Scored(lambda lr: 10.0))
+    assert dict(cell.settings)["lr"] == 1e-3
+    assert len(cell.chosen_from) == 7
+
+
+def test_a_sweep_tries_the_settings_that_decide_a_method():
+    def score(lr, restore=None):
+        return nearness(0.01)(lr) + {1e-4: 1.0, 1e-2: 2.0}.get(restore, 0.0)
+
+    run = Scored(score)
+    [cotta, tent] = swept([Cell("corruptions", m, ("fog",)) for m in ("cotta", "tent")], run)
+    assert dict(cotta.settings) == {"lr": 0.01, "restore": 1e-2}
+    assert dict(tent.settings).keys() == {"lr"}
+    values = [dict(cell.settings)["restore"] for cell in run.ran if "restore" in dict(cell.settings)]
+    assert sorted(set(values)) == [1e-4, 1e-2]  # the default is known from the rates
+    assert {cell.split for cell in run.ran} == {"validation"}
+    [worse] = swept([Cell("corruptions", "cotta", ("fog",))], Scored(lambda lr, restore=None: -bool(restore)))
+    assert "restore" not in dict(worse.settings)
+
+
+def test_a_sweep_at_a_small_batch_size_begins_at_the_rate_of_the_authors_rule():
+    cells = experiment_cells("small-batch", Options(["tent"], corruptions=("fog",)))
+    tried = {cell.batch_size: set() for cell in cells}
+    for cell in sweep_cells(cells):
+        tried[cell.batch_size].add(dict(cell.settings)["lr"])
+    assert {size: sorted(rates)[3] for size, rates in tried.items()} == {2: 3.125e-5, 4: 6.25e-5}
 
 
 # --- training

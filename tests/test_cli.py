@@ -302,12 +302,15 @@ def test_data_may_be_a_url(run, tmp_path, monkeypatch):
     assert asked == ["hf://datasets/a/b/x.tar"]
 
 
-def test_adapt_with_eata_without_fisher_information_says_that_it_is_eta(run, folder, tmp_path):
-    code, _, err = run(
-        "adapt", folder, "--model", "glyphs_vit", "--method", "eata", "--device", "cpu", "--out", tmp_path / "p.csv"
-    )
+def test_adapt_with_eata_without_fisher_information_is_refused_and_eta_is_not(run, folder, tmp_path):
+    command = ["adapt", folder, "--model", "glyphs_vit", "--device", "cpu", "--out", tmp_path / "p.csv", "--method"]
+    code, _, err = run(*command, "eata")
+    assert code != 0
+    assert "eata needs Fisher information of clean images: --set fisher=FILE" in err
+    assert "--method eta" in err
+    assert not (tmp_path / "p.csv").exists()
+    code, _, err = run(*command, "eta")
     assert code == 0, err
-    assert "eata is ETA" in err
 
 
 def test_adapt_scores_only_the_classes_of_synset_folders_and_says_so(run, tmp_path):

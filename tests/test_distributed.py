@@ -35,10 +35,11 @@ SIZES = [8] * 9 + [7, 2, 1]  # 12 steps; of the last two batches some ranks have
 CASES = {  # filters that some images pass and some do not
     "tent": {},
     "tent_mgg": {"optimizer": "mgg"},
+    "eta": {"margin": 0.65, "redundancy": 0.97, "lr": 1e-3},
     "eata": {"margin": 0.65, "redundancy": 0.97, "fisher_weight": 1.0, "lr": 1e-3},
     "sar": {"margin": 0.65, "lr": 1e-2},
     "sar_recovers": {"margin": 0.65, "recovery": 1.2, "lr": 1e-2},
-    "deyo": {"margin": 0.8, "entropy_threshold": 0.75, "plpd_threshold": 0.0, "lr": 1e-3},
+    "deyo": {"margin": 0.8, "entropy_threshold": 0.75, "plpd_threshold": 0.0, "lr": 1e-3, "all_norms": True},
     "eq7_sgd": {},
     "eq7_adam": {},
     "mgtta": {},

@@ -145,7 +145,7 @@ def test_the_measure_normalises_as_the_method_does(norm, size, by_batch):
 
 
 def test_nothing_is_asked_while_nothing_moves(sure_model):
-    held = mgtta.create("eata", sure_model, margin=1e-9, guard=OFTEN)  # no image is reliable
+    held = mgtta.create("eta", sure_model, margin=1e-9, guard=OFTEN)  # no image is reliable
     held._ask = None
     for x in stream(6):
         held(x)
@@ -282,7 +282,7 @@ def _batch(x, domain):
 
 
 def test_copies_pickles_and_other_dtypes(sure_model):
-    held = mgtta.create("eata", sure_model, guard=OFTEN)
+    held = mgtta.create("eta", sure_model, guard=OFTEN)
     held(images(4))
     for twin in (copy.deepcopy(held), pickle.loads(pickle.dumps(held))):
         assert torch.equal(twin(images(4, seed=1)), copy.deepcopy(held)(images(4, seed=1)))
@@ -294,7 +294,7 @@ def test_copies_pickles_and_other_dtypes(sure_model):
 
 
 def test_in_and_out_of_inference_mode(sure_model):
-    held = mgtta.create("eata", sure_model, guard=OFTEN)
+    held = mgtta.create("eta", sure_model, guard=OFTEN)
     with torch.inference_mode():
         for x in stream(4):
             held(x)
@@ -322,7 +322,7 @@ def test_states_that_do_not_fit(sure_model):
     before = held.state_dict()
     strangers = [
         mgtta.create("tent", sure_model).state_dict(),
-        mgtta.create("eata", sure_model, guard=True).state_dict(),
+        mgtta.create("eta", sure_model, guard=True).state_dict(),
         {**before, "guard": {}},
         {**before, "guard": None},
         {**before, "guard": {**before["guard"], "images": "many"}},

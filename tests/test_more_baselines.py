@@ -20,7 +20,7 @@ from mgtta.methods._cstu import CSTU
 from mgtta.methods._descent import Descent
 from mgtta.methods._robust_bn import RobustStatistics
 from mgtta.methods.come import opinion
-from mgtta.methods.eata import EATA
+from mgtta.methods.eta import ETA
 from mgtta.methods.rdumb import MARGIN
 from mgtta.methods.spa import SPA
 
@@ -124,7 +124,7 @@ def test_rdumb_is_eta_that_starts_again():
     settings = {"margin": 0.65, "redundancy": 0.97}
     method = mgtta.create("rdumb", model, every=3, lr=1e-2, **settings)
     for start in (0, 3, 6):
-        eta = EATA(model, Descent(1e-2).factory(), fisher=None, **settings)
+        eta = ETA(model, Descent(1e-2).factory(), **settings)
         before = params_of(eta)
         for t in range(start, start + 3):
             x = images(16, seed=t).double()
@@ -282,7 +282,7 @@ def slow_marginal_entropy(rows):
 @pytest.mark.parametrize(
     ("settings", "optimizer"),
     [
-        ({"lr": 0.05}, lambda p: torch.optim.SGD(p, lr=0.05)),
+        ({"lr": 0.05, "optimizer": "sgd", "weight_decay": 0.0}, lambda p: torch.optim.SGD(p, lr=0.05)),
         (
             {"lr": 0.01, "optimizer": "adamw", "weight_decay": 0.1},
             lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),

@@ -73,6 +73,35 @@ def test_published_figures_stand_beside_with_what_differs():
     assert "| mgtta | measured |" in markdown_report([section])
 
 
+def test_published_rows_have_notes_on_what_is_known_of_them():
+    def notes(methods, **more):
+        [section] = sections(table_1(methods, **more))
+        [table] = beside(section)
+        return table.notes, markdown_report([section])
+
+    found, report = notes(["noadapt", "sar", "mgtta"])
+    assert [note.partition(":")[0] for note in found] == ["sar", "mgtta"]
+    assert "perturbed model" in found[0]
+    assert "lr 5e-3" in found[1]
+    assert "- Published sar: " in report
+    assert notes(["noadapt"])[0] == []
+    on_r = [
+        fake(m, d, experiment="variants", severity=0) for m in ("deyo", "mgtta") for d in ("imagenet-r", "imagenet-a")
+    ]
+    [table] = beside(sections(on_r)[0])
+    assert any("among 200 classes" in note for note in table.notes)
+    assert not any("among 200 classes" in note for note in notes(["deyo"])[0])
+    for note in published()["row_notes"]:
+        assert note["row"] in recipes()
+
+
+def test_published_figures_stand_beside_either_set_of_settings():
+    [section] = sections(table_1(["deyo", "deyo@mgtta"]))
+    [table] = beside(section)
+    assert table.printed["deyo@mgtta"] == table.printed["deyo"]
+    assert table.measured["deyo@mgtta"]["fog"] == section.figures()["deyo@mgtta"]["fog"]
+
+
 def test_a_mean_over_other_domains_does_not_stand_beside():
     [part] = sections(table_1(domains=("fog", "snow")))
     assert beside(part)[0].columns == ["snow", "fog"]

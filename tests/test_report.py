@@ -325,3 +325,15 @@ def test_ticks_of_many_rates_leave_room_for_each_other():
     assert 4 <= len(shown) <= TICKS + 1
     assert _apart([2.0, 4.0, 8.0]) == [2.0, 4.0, 8.0]
     assert _apart([3.0]) == [3.0]
+
+
+def test_rows_whose_rate_was_chosen_at_an_edge_of_the_grid_are_marked():
+    grid = [0.1, 0.2, 0.3]
+    edge, inside = (table_1([m], settings={"lr": lr}, chosen_from=grid) for m, lr in (("tent", 0.3), ("mgtta", 0.2)))
+    [section] = sections([*edge, *inside])
+    text = markdown_report([section])
+    assert "| tent † |" in text
+    assert "| mgtta |" in text
+    assert "†: chosen at an edge of the tried rates" in text
+    assert "tent †" in latex_report([section])
+    assert "†" not in markdown_report(sections(inside))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mgtta.bench.needs import work_of
 from mgtta.data.corruptions import CORRUPTIONS
 
 EMBEDDED = "glyphs_vit"
@@ -101,9 +102,10 @@ class Cell:
         """Return a hash of the work.
 
         It does not depend on the experiment that asks for the work, nor, unless time is measured, on the device and
-        the number of ranks.
+        the number of ranks. Work that a method did at other settings of the same name has another hash.
         """
-        cell = dataclasses.replace(self, experiment="", chosen_from=())
+        name, revision = work_of(self.method)
+        cell = dataclasses.replace(self, experiment="", chosen_from=(), method=name)
         if self.method in STILL:
             cell = dataclasses.replace(cell, max_updates=None, max_seconds=None, settings=())
         counted = dataclasses.replace(setup, profile=False)
@@ -111,7 +113,10 @@ class Cell:
             counted = dataclasses.replace(counted, precision=Setup.precision)
         if not cell.timed:
             counted = dataclasses.replace(counted, device="cpu", ranks=1)
-        return digest([cell, counted])
+        parts: list[Any] = [cell, counted]
+        if revision:
+            parts.append({"revision": revision})
+        return digest(parts)
 
 
 def digest(what: Any) -> str:

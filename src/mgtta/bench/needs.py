@@ -1,6 +1,8 @@
 """What a benchmark must give to a method, from the declaration of its recipe."""
 
-from mgtta.methods.registry import FISHER, GENERATOR, SOURCE, recipe
+from typing import Any
+
+from mgtta.methods.registry import AUTHORS, FISHER, GENERATOR, MGTTA, SOURCE, recipe
 
 
 def needs_source(method: str) -> bool:
@@ -44,11 +46,35 @@ def default_generator(method: str) -> str | None:
 
 
 def default_rate(method: str) -> float | None:
-    """Return the learning rate of the method's recipe; None if it has none."""
-    descent = recipe(method).descent
-    if descent is None:
+    """Return the learning rate of the method's recipe, for a ViT; None if it has none."""
+    return recipe(method).settings.get("lr")
+
+
+def rate_at(method: str, images: int) -> float | None:
+    """Return the recipe's learning rate for batches of so many images, by its authors' rule."""
+    default = default_rate(method)
+    if default is None:
         return None
-    return descent.lr
+    return float(f"{recipe(method).rate_at(default, images):.6g}")
+
+
+def decisive_settings(method: str) -> dict[str, list[Any]]:
+    """Return the settings that a sweep tries besides the learning rate, with the values besides the default."""
+    found = recipe(method)
+    if found.chosen != AUTHORS:
+        return {}
+    return {key: [value for value in tries if value != found.settings[key]] for key, tries in found.tries.items()}
+
+
+def work_of(method: str) -> tuple[str, int]:
+    """Return what tells a method's work apart in hashes: its name, and how often its settings have changed.
+
+    Before the first change, a recipe had the settings that are now its set "mgtta".
+    """
+    found = recipe(method)
+    if found.chosen == MGTTA and found.revision:
+        return found.base, 0
+    return found.name, found.revision
 
 
 def check_known(method: str) -> None:

@@ -23,7 +23,7 @@ from mgtta.bench.needs import needs_clean_images
 from mgtta.bench.provenance import check_unchanged
 from mgtta.bench.resources import HELD_BYTES, Lab, Watch, asked, generator_of, known_source, training_of
 from mgtta.bench.store import Store
-from mgtta.bench.sweep import sweep_cells, tuned
+from mgtta.bench.sweep import swept
 from mgtta.learned.files import load_generator
 from mgtta.models.source import load_source
 
@@ -46,8 +46,7 @@ def run_experiment(
     more: dict[str, Any] = {"workers": workers, "watch": watch, "process_group": process_group, "ray": ray}
     cells = experiment_cells(name, options)
     if sweep:
-        tries = sweep_cells(cells)
-        cells = tuned(cells, tries, run_cells(tries, setup, store, title="sweep", **more))
+        cells = swept(cells, lambda tries: run_cells(tries, setup, store, title="sweep", **more))
     return run_cells(cells, setup, store, title=name, **more)
 
 

@@ -24,7 +24,7 @@ from mgtta.cli.options import (
 
 Data = Annotated[str, typer.Argument(help="A folder of images, a tree of class folders, or WebDataset tars.")]
 Out = Annotated[Path, typer.Option(help="Predictions: .csv or .jsonl.")]
-Method = Annotated[str, typer.Option(help="See `mgtta list`.")]
+Method = Annotated[str, typer.Option(help="See `mgtta list`; deyo@mgtta is deyo at the MGTTA paper's settings.")]
 Setting = Annotated[
     list[str], typer.Option("--set", help="A setting of the method, such as lr=5e-3, pull=0.05, gather=16; repeatable.")
 ]
@@ -106,12 +106,15 @@ def adapt(
 def _needed(
     method: str, classifier: Any, chosen: dict[str, Any], source: str | None, clean: str | None, size: int | None
 ) -> dict[str, Any]:
-    """Return the source statistics as a setting, if the method needs them; say so if EATA lacks its own."""
+    """Return the source statistics as a setting, if the method needs them; raise if it lacks Fisher information."""
     from mgtta.methods.registry import FISHER, SOURCE, recipe
 
     needs = recipe(method).needs
     if FISHER in needs and "fisher" not in chosen:
-        typer.echo(f"without Fisher information of clean images (--set fisher=FILE) {method} is ETA", err=True)
+        raise ValueError(
+            f"{method} needs Fisher information of clean images: --set fisher=FILE, which mgtta.fisher_information "
+            "and mgtta.save_fisher write; --method eta does without it"
+        )
     if SOURCE not in needs:
         return {}
     return {"source": source_of(classifier, source, clean, size)}

@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import platform
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -40,13 +42,26 @@ def tables() -> list[Table]:
 
 
 def _methods() -> Table:
-    from mgtta.methods.registry import REQUIRED, recipes
+    from mgtta.methods.registry import recipes
 
-    table = Table("method", "what it is", "needs", "settings", title="methods: mgtta.create(name, model, ...)")
+    columns = ("method", "what it is", "needs", "settings: the authors'", "the MGTTA paper's, if others")
+    table = Table(*columns, title="methods: mgtta.create(name, model, ...); name@mgtta has the MGTTA paper's settings")
     for recipe in recipes().values():
-        settings = [name if default is REQUIRED else f"{name}={default}" for name, default in recipe.settings.items()]
-        table.add_row(recipe.name, recipe.what, ", ".join(recipe.needs) or "nothing", ", ".join(settings))
+        own = recipe.settings
+        authors = _words(own)
+        if recipe.resnets:
+            authors += f"; with BatchNorm or GroupNorm {_words(recipe.resnets)}"
+        papers = "not run there"
+        if recipe.mgtta is not None:
+            papers = _words({key: value for key, value in recipe.mgtta.items() if value != own[key]})
+        table.add_row(recipe.name, recipe.what, ", ".join(recipe.needs) or "nothing", authors, papers)
     return table
+
+
+def _words(settings: Mapping[str, Any]) -> str:
+    from mgtta.methods.registry import REQUIRED
+
+    return ", ".join(name if value is REQUIRED else f"{name}={value}" for name, value in settings.items())
 
 
 def _generators() -> Table:

@@ -1,10 +1,13 @@
-"""What `create` rejects before anything is built: settings that a recipe does not have, and values out of range."""
+"""What `create` rejects: settings that a recipe does not have, values out of range, networks without tokens."""
 
 import math
 from typing import Any
 
+from torch import nn
+
 from mgtta._lib.errors import unknown
-from mgtta.methods.registry import REQUIRED, SOURCE, Recipe
+from mgtta.methods._recipe import REQUIRED, Recipe
+from mgtta.models.classifier import Classifier
 
 OF_ALL = (  # settings of every method
     "max_updates",
@@ -17,7 +20,12 @@ OF_ALL = (  # settings of every method
     "pull",
     "gather",
     "recall",
+    "settings",
 )
+MADE_BY = {  # required setting -> its remedy
+    "source": "mgtta.source_statistics(model, clean_images) makes it",
+    "fisher": "mgtta.fisher_information(model, clean_images) makes it; eta is the method without it",
+}
 
 
 def check_settings(chosen: Recipe, settings: dict[str, Any]) -> None:
@@ -28,8 +36,7 @@ def check_settings(chosen: Recipe, settings: dict[str, Any]) -> None:
             raise unknown(f"setting of {chosen.name}", key, [*known, *OF_ALL])
     for key, default in known.items():
         if default is REQUIRED and settings.get(key) is None:
-            remedy = "mgtta.source_statistics(model, clean_images) makes it" if SOURCE in chosen.needs else "give it"
-            raise ValueError(f"{chosen.name} needs {key}=...: {remedy}")
+            raise ValueError(f"{chosen.name} needs {key}=...: {MADE_BY.get(key, 'give it')}")
     check_number("lr", settings.get("lr"))
     if not settings.get("decay", math.inf) > 0:
         raise ValueError(f"decay must be above 0 (inf: the learning rate does not fall), not {settings['decay']}")
@@ -42,3 +49,23 @@ def check_number(name: str, value: Any, whole: bool = False) -> None:
         raise TypeError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r}")
     if not 0 <= value < math.inf:
         raise ValueError(f"{name} must be finite and at least 0, not {value}")
+
+
+def check_tokens(model: Classifier) -> None:
+    """Raise an error that says what is missing if prompts cannot be put among the tokens of the model."""
+    net: Any = model.net
+    blocks = getattr(net, "blocks", None)
+    patches = getattr(net, "patch_embed", None)
+    needs = {
+        "blocks, a sequence of transformer blocks": isinstance(blocks, nn.Sequential | nn.ModuleList),
+        "patch_embed and _pos_embed": hasattr(patches, "proj") and hasattr(net, "_pos_embed"),
+        "a class token that is pooled": getattr(net, "global_pool", "") == "token" and net.num_prefix_tokens > 0,
+        "one linear head": isinstance(getattr(net, "get_classifier", lambda: None)(), nn.Linear),
+        "absolute positions": getattr(net, "rope", None) is None and getattr(net, "rel_pos_bias", None) is None,
+    }
+    missing = [what for what, there in needs.items() if not there]
+    if missing:
+        raise ValueError(
+            f"FOA puts prompts among the tokens of a model like timm's VisionTransformer; {model.name} lacks "
+            f"{'; '.join(missing)}. For other models take another method, such as lame, t3a or eq7_adam"
+        )

@@ -13,6 +13,7 @@ from mgtta.learned.files import load_generator
 from mgtta.learned.generator import MetaGradientGenerator
 from mgtta.learned.optimizer import MGG
 
+IMAGES = 64  # of the batch that learning rates are for
 OPTIMIZERS = ("sgd", "adam", "mgg")
 Generator = MetaGradientGenerator | str | os.PathLike
 
@@ -23,6 +24,7 @@ class Descent:
 
     Attributes:
         momentum: only for "sgd".
+        nesterov: only for "sgd" with momentum: the step looks ahead by it.
         generator: only for "mgg": a generator, the name of a shipped one, or a file.
         fixed: the recipe is named after its optimizer, so that callers cannot choose another.
     """
@@ -30,13 +32,14 @@ class Descent:
     lr: float
     optimizer: str = "sgd"
     momentum: float = 0.9
+    nesterov: bool = False
     generator: Generator = "imagenet"
     fixed: bool = False
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that a caller may give, with their defaults."""
         if not self.fixed:
-            names = ["lr", "optimizer", "momentum", "generator"]
+            names = ["lr", "optimizer", "momentum", "nesterov", "generator"]
         elif self.optimizer == "mgg":
             names = ["lr", "generator"]
         else:
@@ -46,7 +49,8 @@ class Descent:
     def factory(self) -> OptimizerFactory:
         """Return what makes the optimizer from a list of parameters."""
         if self.optimizer == "sgd":
-            return partial(SGD, lr=self.lr, momentum=self.momentum)
+            nesterov = self.nesterov and self.momentum > 0  # torch rejects it without momentum
+            return partial(SGD, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
         if self.optimizer == "adam":
             return partial(Adam, lr=self.lr)
         if self.optimizer == "mgg":
@@ -55,3 +59,16 @@ class Descent:
                 generator = load_generator(generator)
             return partial(MGG, generator=generator, lr=self.lr)
         raise unknown("optimizer", self.optimizer, OPTIMIZERS)
+
+
+def linear_rate(lr: float, images: int) -> float:
+    """Return the learning rate for a batch of so many images: lr * B / 64, for ViTs by the authors of SAR."""
+    return lr * min(images, IMAGES) / IMAGES
+
+
+def doubled_at_one(lr: float, images: int) -> float:
+    """Return the same, doubled for single images, as SAR's and DeYO's authors do."""
+    rate = linear_rate(lr, images)
+    if images == 1:
+        return 2 * rate
+    return rate

@@ -9,7 +9,8 @@ L1 distances and the factor 1/2 are those of the authors' code for classifiers. 
 Features are the pooled ones of our source statistics (in a ViT the class token), not each place of each norm layer.
 Only norm layers adapt, by SGD with momentum; the authors move all parameters of a ResNet-18 with lr 2.5e-4, Nesterov
 momentum and weight decay. BatchNorm layers normalise by the batch, as in all methods here; the authors keep the
-source's statistics. The learning rate is what the authors of SPA chose for ActMAD on the norm layers of a ViT-B.
+source's statistics. The learning rates are what the authors of SPA chose for ActMAD on the norm layers of a ViT-B and
+of a ResNet-50 with GroupNorm.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,14 @@ PAPER = Paper("ActMAD: Activation Matching to Align Distributions for Test-Time-
 EQ_7_WEIGHT = 0.4 / 64  # of the discrepancy in `mgtta.losses.objective`
 
 
-@register("actmad", papers=[PAPER], needs=[SOURCE], descent=Descent(lr=5e-3))
+@register(
+    "actmad",
+    papers=[PAPER],
+    needs=[SOURCE],
+    descent=Descent(lr=5e-3),
+    code="github.com/jmiemirza/ActMAD; the learning rates github.com/mr-eggplant/SPA",
+    resnets={"lr": 1e-3},
+)
 class ActMAD(ObjectiveMethod):
     """Activation statistics matched with the source's, without entropy (Mirza et al., CVPR 2023).
 

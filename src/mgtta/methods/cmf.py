@@ -7,8 +7,9 @@ ones, theta_0 the source's, h the hidden ones and v their variance (h = theta_0,
     update     beta = r / (v + r), r = 1 - q;    h <- beta h + (1 - beta) theta;    v <- beta v
     ensemble   theta <- gamma theta + (1 - gamma) h
 
-As in the authors' code beta is at least 0.89, is 1 from 0.9999 on, and q grows with the number of adapted parameters:
-it is given for the 38,400 of a ViT-B's norm layers. A reset also resets v, which theirs does not.
+Settings are those of the code of ROID's authors, who took CMF over from its authors' supplement. As there, beta is at
+least 0.89, is 1 from 0.9999 on, and q grows with the number of adapted parameters: it is given for the 38,400 of a
+ViT-B's norm layers. Ours: a reset also resets v.
 """
 
 from typing import Any
@@ -29,7 +30,12 @@ LOWEST_BETA = 0.89
 ONE = 0.9999  # from which beta counts as 1
 
 
-@register("cmf", papers=[PAPER], descent=Descent(lr=2.5e-4))
+@register(
+    "cmf",
+    papers=[PAPER],
+    descent=Descent(lr=2.5e-4, nesterov=True),
+    code="github.com/mariodoebler/test-time-adaptation",
+)
 class CMF(ROID):
     """ROID's losses, with parameters filtered over time instead of its weight ensembling (Lee & Chang, ICLR 2024).
 

@@ -7,7 +7,8 @@ COME lowers the entropy of (b_1, ..., b_C, u) instead of that of the softmax. Th
 x / ||x|| * ||x||, with the last factor as a constant. Since C = exp(ln C), (b, u) is the softmax of (x, ln C), so the
 entropy is that of these C + 1 logits. The authors' code adds 1e-7 to each probability; ours is exact. Filters, learning
 rates and recovery are those of their code: TENT's, EATA's and SAR's for ViTs, where COME's entropy takes the place of
-the softmax's in filters and weights too. E_0 stays in units of ln C.
+the softmax's in filters and weights too. E_0 stays in units of ln C. Ours: `redundancy` follows the number of classes,
+as in eta.py.
 """
 
 import math
@@ -23,12 +24,15 @@ from mgtta.adaptation.step import Pass
 from mgtta.losses import entropy
 from mgtta.methods._descent import Descent
 from mgtta.methods.eata import EATA
+from mgtta.methods.eta import redundancy_for
 from mgtta.methods.registry import FISHER, Paper, register
 from mgtta.methods.sar import SAR
 from mgtta.methods.tent import Tent
 from mgtta.models.classifier import Classifier
 from mgtta.models.fisher import Fisher
 
+CODE = "github.com/BlueWhaleLab/COME"
+RESNETS = {"lr": 2.5e-4}
 PAPER = Paper("COME: Test-time adaption by Conservatively Minimizing Entropy", "2410.10894")
 
 
@@ -39,7 +43,7 @@ def opinion(logits: Tensor) -> Tensor:
     return torch.cat([held, uncertainty], 1)
 
 
-@register("tent_come", papers=[PAPER], descent=Descent(lr=1e-3))
+@register("tent_come", papers=[PAPER], descent=Descent(lr=1e-3), code=CODE, resnets=RESNETS)
 class TentCOME(Tent):
     """TENT with the entropy of an opinion (COME, Zhang et al., ICLR 2025)."""
 
@@ -47,11 +51,12 @@ class TentCOME(Tent):
         return super().objective(opinion(logits), features)
 
 
-@register("eata_come", papers=[PAPER], needs=[FISHER], descent=Descent(lr=1e-3))
+@register("eata_come", papers=[PAPER], needs=[FISHER], descent=Descent(lr=1e-3), code=CODE, resnets=RESNETS)
 class EATACOME(EATA):
     """EATA with the entropy of an opinion (COME, Zhang et al., ICLR 2025).
 
     margin: E_0, in units of ln C.
+    redundancy: eps; None: 0.05 for 1,000 classes, and by a power law for other numbers.
     """
 
     def __init__(
@@ -61,11 +66,12 @@ class EATACOME(EATA):
         *,
         fisher: Fisher | str | os.PathLike,
         margin: float = 0.4,
-        redundancy: float = 0.05,
+        redundancy: float | None = None,
         fisher_weight: float = 2000.0,
     ):
-        settings = {"margin": margin, "redundancy": redundancy, "fisher_weight": fisher_weight}
-        super().__init__(model, optimizer, fisher=fisher, **settings)
+        super().__init__(
+            model, optimizer, fisher=fisher, margin=margin, redundancy=redundancy, fisher_weight=fisher_weight
+        )
 
     def loss(self, x: Tensor) -> tuple[Pass, Tensor | None]:
         logits = self.model(x)
@@ -82,11 +88,14 @@ class EATACOME(EATA):
         reliable = entropy(opinion(logits)) < self.margin * math.log(logits.shape[1])
         if not len(self.probs):
             return reliable
+        eps = self.redundancy
+        if eps is None:
+            eps = redundancy_for(logits.shape[1])
         similarity = cosine_similarity(logits.softmax(-1), self.probs[None], dim=1)
-        return reliable & (similarity < self.redundancy)
+        return reliable & (similarity < eps)
 
 
-@register("sar_come", papers=[PAPER], descent=Descent(lr=1e-3))
+@register("sar_come", papers=[PAPER], descent=Descent(lr=1e-3), code=CODE, resnets=RESNETS)
 class SARCOME(SAR):
     """SAR with the entropy of an opinion (COME, Zhang et al., ICLR 2025).
 

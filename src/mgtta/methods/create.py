@@ -16,7 +16,7 @@ from mgtta.adaptation.recalled import Recalled
 from mgtta.adaptation.scheduled import SCHEDULES, Scheduled
 from mgtta.adaptation.wrapper import Adapting
 from mgtta.methods._checks import check_number, check_settings
-from mgtta.methods.registry import recipe
+from mgtta.methods.registry import Recipe, recipe
 from mgtta.models.classifier import Classifier
 from mgtta.models.loading import as_classifier
 
@@ -37,9 +37,10 @@ def create(
     pull: float | None = None,
     gather: int | None = None,
     recall: int | None = None,
-    **settings: Any,
+    settings: str | None = None,
+    **given: Any,
 ) -> Adapting:
-    """Return the method of a recipe around a copy of the model; `settings` overrides the recipe's own.
+    """Return the method of a recipe around a copy of the model; settings that are given override the recipe's own.
 
     Args:
         max_updates, max_seconds: budgets; when one is spent, the method only predicts.
@@ -55,6 +56,8 @@ def create(
         pull: after each update the adapted parameters go this share of the way back to the source.
         gather: predict at once, and learn from at least so many images together: for small batches.
         recall: how many domains' states are kept, to be loaded when the stream returns to one of them.
+        settings: the set of the recipe's own settings: "authors", by default, or "mgtta", those in which the MGTTA
+            paper ran the method; `deyo@mgtta` as a name is the same.
     """
     if precision not in PRECISIONS:
         raise unknown("precision", precision, PRECISIONS)
@@ -66,25 +69,36 @@ def create(
         raise ValueError(
             "guard, schedule and recall judge by the images of their own rank: they cannot run over several ranks"
         )
-    chosen = recipe(name)
-    check_settings(chosen, settings)
+    chosen = _recipe(name, settings)
+    check_settings(chosen, given)
     check_number("max_updates", max_updates, whole=True)
     check_number("max_seconds", max_seconds)
     check_number("gather", gather, whole=True)
     check_number("recall", recall, whole=True)
     with torch.inference_mode(False):
-        method = chosen.build(as_classifier(model), settings)
+        method = chosen.build(as_classifier(model), given)
         method.name = chosen.name
         method.max_updates = max_updates
         method.max_seconds = max_seconds
         _set_pull(method, pull)
         if process_group is not None:
             method.join(ranks_of(process_group))
-            said = repr((max_updates, max_seconds, pull, gather, sorted(settings.items())))  # of tensors, a few digits
+            same = (chosen.name, max_updates, max_seconds, pull, gather, sorted(given.items()))
+            said = repr(same)  # of tensors, a few digits
             method.ranks.agree("model, method and settings", [method.fingerprint, method.kind, said])
         _set_engine(method, precision, low_memory)
         method.remember_start()
         return _wrapped(method, gather, schedule, recall, guard)
+
+
+def _recipe(name: str, settings: str | None) -> Recipe:
+    """Return the recipe at the set of settings that is asked for, in its name or beside it."""
+    found = recipe(name)
+    if settings is None:
+        return found
+    if "@" in name and found.chosen != settings:
+        raise ValueError(f"{name} names a set of settings, and settings={settings!r} another: leave one out")
+    return found.at(settings)
 
 
 def _wrapped(

@@ -3,10 +3,13 @@
 Notation: p (P, d) the prompts of one candidate, K candidates a batch, e_N (N, d) the final class tokens,
 mu_N(t) their running mean over the test stream, mu_N^S the source's. Numbers are the paper's.
 
-Where paper and released system differ this follows the system, whose figures are the ones compared with: Eq. 5 has
-squared distances and its discrepancy is scaled by N / 64; K = 28 is 27 samples and the previous best; CMA-ES starts
-at zero with step size 1, and the first "previous best" is uniform; a batch is shifted by what was known before it
-(the first, not at all); mu_N(X_t) is the mean over all candidates.
+Followed: the authors' code, github.com/mr-eggplant/FOA, also where the paper differs, since the published figures are
+the code's: Eq. 5 has squared distances and its discrepancy is scaled by N / 64; K = 28 is 27 samples and the previous
+best; CMA-ES starts at zero with step size 1, and the first "previous best" is uniform; a batch is shifted by what was
+known before it (the first, not at all); mu_N(X_t) is the mean over all candidates.
+Ours on purpose: prompts stand behind all prefix tokens, so that register tokens keep their place, and are inserted
+before the first block, behind `norm_pre`. The code inserts them behind the first token, before `norm_pre`. For a ViT
+with a class token only and no `norm_pre`, such as the paper's, both are the same.
 """
 
 import math
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.step import Pass
 from mgtta.losses import objective
+from mgtta.methods._checks import check_tokens
 from mgtta.methods._evolution import Evolution
 from mgtta.methods.registry import SOURCE, TOKENS, Paper, register
 from mgtta.models.classifier import Classifier
@@ -29,7 +33,13 @@ IMAGES = 64  # images of a forward pass, over which small batches are filled up 
 PAPER = Paper("Test-Time Model Adaptation with Only Forward Passes", "2404.01650")
 
 
-@register("foa", papers=[PAPER], needs=[SOURCE, TOKENS])
+@register(
+    "foa",
+    papers=[PAPER],
+    needs=[SOURCE, TOKENS],
+    code="github.com/mr-eggplant/FOA",
+    mgtta={"prompts": 3, "population": 28, "trade_off": 0.4},
+)
 class FOA(Method):
     """Prompts evolved by CMA-ES and activations shifted to the source, for ViTs (Niu et al., ICML 2024).
 
@@ -52,7 +62,7 @@ class FOA(Method):
         seed: int = 0,
     ):
         super().__init__(model)
-        _check_tokens(self.model)
+        check_tokens(self.model)
         if prompts < 1 or population < 4:
             raise ValueError(f"prompts must be at least 1 and population 4, not {prompts} and {population}")
         self.source = as_source(source, model.name, self.fingerprint)
@@ -127,22 +137,3 @@ class FOA(Method):
 
     def load_own_state(self, own: Any) -> None:
         self.evolution.load(own)
-
-
-def _check_tokens(model: Classifier) -> None:
-    net: Any = model.net
-    blocks = getattr(net, "blocks", None)
-    patches = getattr(net, "patch_embed", None)
-    needs = {
-        "blocks, a sequence of transformer blocks": isinstance(blocks, nn.Sequential | nn.ModuleList),
-        "patch_embed and _pos_embed": hasattr(patches, "proj") and hasattr(net, "_pos_embed"),
-        "a class token that is pooled": getattr(net, "global_pool", "") == "token" and net.num_prefix_tokens > 0,
-        "one linear head": isinstance(getattr(net, "get_classifier", lambda: None)(), nn.Linear),
-        "absolute positions": getattr(net, "rope", None) is None and getattr(net, "rel_pos_bias", None) is None,
-    }
-    missing = [what for what, there in needs.items() if not there]
-    if missing:
-        raise ValueError(
-            f"FOA puts prompts among the tokens of a model like timm's VisionTransformer; {model.name} lacks "
-            f"{'; '.join(missing)}. For other models take another method, such as lame, t3a or eq7_adam"
-        )

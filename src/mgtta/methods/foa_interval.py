@@ -18,7 +18,9 @@ from mgtta.models.classifier import Classifier
 from mgtta.models.source import Source
 
 
-@register("foa_interval", papers=[PAPER], needs=[SOURCE, TOKENS])
+@register(
+    "foa_interval", papers=[PAPER], needs=[SOURCE, TOKENS], code="github.com/mr-eggplant/FOA; the interval: paper"
+)
 class FOAInterval(FOA):
     """FOA-I: FOA for single images, which learns from several together (Niu et al., ICML 2024).
 

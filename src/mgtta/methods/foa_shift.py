@@ -19,7 +19,7 @@ from mgtta.models.export import export_net
 from mgtta.models.source import Source, as_source
 
 
-@register("foa_shift", papers=[PAPER], needs=[SOURCE, HEAD])
+@register("foa_shift", papers=[PAPER], needs=[SOURCE, HEAD], code="github.com/mr-eggplant/FOA")
 class FOAShift(Method):
     """Activations shifted to the source, without prompts: one part of FOA (Niu et al., ICML 2024).
 

@@ -3,6 +3,9 @@
 Notation: q (N, C) the model's probabilities, z (N, C) the assignments that replace them, w (N, N) the affinity of
 the images' features. The objective, KL(z_i || q_i) summed over images minus w_ij z_i . z_j summed over pairs, is
 lowered by the paper's concave-convex procedure: z_i <- softmax(log q_i + sum_j w_ij z_j), to its fixed point.
+Followed: the authors' code, github.com/fiveai/LAME, with its kNN affinity, k = 5.
+Ours on purpose: the affinity is made symmetric, (w + w^T) / 2, since the paper's bound supposes that; in the authors'
+code it is an option, off by default, and on in FOA's and MGTTA's. The result is log z, where the code gives z.
 """
 
 import torch
@@ -17,7 +20,7 @@ from mgtta.models.classifier import Classifier
 PAPER = Paper("Parameter-free Online Test-time Adaptation", "2201.05718")
 
 
-@register("lame", papers=[PAPER], needs=[HEAD])
+@register("lame", papers=[PAPER], needs=[HEAD], code="github.com/fiveai/LAME", mgtta={"neighbours": 5})
 class LAME(Method):
     """Predictions smoothed over a batch's nearest neighbours (Boudiaf et al., CVPR 2022).
 

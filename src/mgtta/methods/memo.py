@@ -6,8 +6,8 @@ Notation    x one image, x_1 ... x_B its random views; p(x_j) predicted probabil
 
 MEMO is episodic: it predicts an image after its own update, and keeps nothing for the next one. So it is the one method
 here whose logits come from after the update; `predict` without an update is the source model. An image costs B forward
-and backward passes. All parameters move, as in the authors' code, by their settings for ResNet-50: SGD, lr 2.5e-4, B =
-64. For a ViT (RVT) they have optimizer="adamw", lr=1e-5 and weight_decay=0.01. Views are AugMix's (see _augmix.py).
+and backward passes. Settings are those of the authors' code for ImageNet: all parameters move, B = 64, AdamW for ViTs
+(their RVT) and SGD for ResNet-50. Views are AugMix's (see _augmix.py).
 BatchNorm layers mix the source's statistics with those of the image, 16 to 1. Ours: AdamW has no moments from other
 images; in the authors' code they are kept. The mixed variance is the biased one.
 """
@@ -36,14 +36,20 @@ RULES = ("adamw", "sgd")
 EPS = 1e-8  # of AdamW
 
 
-@register("memo", papers=[PAPER], needs=[GRADIENTS])
+@register(
+    "memo",
+    papers=[PAPER],
+    needs=[GRADIENTS],
+    code="github.com/zhangmarvin/memo",
+    resnets={"lr": 2.5e-4, "optimizer": "sgd", "weight_decay": 0.0},
+)
 class MEMO(Method):
     """One step for each image on the marginal entropy of its augmentations, then back (Zhang et al., NeurIPS 2022).
 
     It keeps nothing between images: `updates` counts batches, and when a budget is spent it is the source model. It is
     slow: an image costs `augmentations` forward and backward passes.
 
-    optimizer: "sgd", or "adamw", which the authors take for ViTs with lr=1e-5 and weight_decay=0.01.
+    optimizer: "adamw" or "sgd", both without moments from other images.
     prior: how many images the source's statistics of BatchNorm layers count for.
     """
 
@@ -54,9 +60,9 @@ class MEMO(Method):
         self,
         model: Classifier,
         *,
-        lr: float = 2.5e-4,
-        optimizer: str = "sgd",
-        weight_decay: float = 0.0,
+        lr: float = 1e-5,
+        optimizer: str = "adamw",
+        weight_decay: float = 0.01,
         augmentations: int = 64,
         prior: float = 16.0,
         seed: int = 0,

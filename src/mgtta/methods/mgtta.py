@@ -19,12 +19,21 @@ from mgtta.models.source import Source, as_source
 PAPER = Paper("Learning to Generate Gradients for Test-Time Adaptation via Test-Time Training Layers", "2412.16901")
 
 
+def rate_of_the_paper(lr: float, images: int) -> float:
+    """Return the learning rate for a batch of so many images: a tenth of it at batches of 4 or fewer."""
+    if images <= 4:
+        return lr / 10
+    return lr
+
+
 @register(
     "eq7_sgd",
     papers=[PAPER],
     needs=[SOURCE],
     descent=Descent(0.05, "sgd", momentum=0.0, fixed=True),
     what="MGTTA's objective with plain SGD: the paper's \"w/o MGG\".",
+    code="github.com/keikeiqi/MGTTA",
+    mgtta={"lr": 0.05},
 )
 @register(
     "eq7_adam",
@@ -32,8 +41,17 @@ PAPER = Paper("Learning to Generate Gradients for Test-Time Adaptation via Test-
     needs=[SOURCE],
     descent=Descent(5e-3, "adam", fixed=True),
     what="MGTTA's objective with Adam, with which the paper does not compare.",
+    rate_at=rate_of_the_paper,
 )
-@register("mgtta", papers=[PAPER], needs=[SOURCE, GENERATOR], descent=Descent(1e-3, "mgg", fixed=True))
+@register(
+    "mgtta",
+    papers=[PAPER],
+    needs=[SOURCE, GENERATOR],
+    descent=Descent(1e-3, "mgg", fixed=True),
+    code="github.com/keikeiqi/MGTTA",
+    mgtta={"lr": 1e-3},
+    rate_at=rate_of_the_paper,
+)
 class MGTTA(ObjectiveMethod):
     """Entropy and feature discrepancy, lowered by a learned optimizer (Deng et al., AAAI 2025).
 
@@ -66,9 +84,13 @@ class MGTTA(ObjectiveMethod):
     papers=[PAPER],
     needs=[SOURCE, GENERATOR],
     descent=Descent(1e-3, "mgg", generator="imagenet-lstm", fixed=True),
+    rate_at=rate_of_the_paper,
 )
 def mgtta_lstm(model: Classifier, optimizer: OptimizerFactory, *, source: Source, trade_off: float = 0.4) -> MGTTA:
-    """MGTTA with an LSTM cell instead of the gradient memory: our variant of Table 4's ablation."""
+    """MGTTA with an LSTM cell instead of the gradient memory: our LSTM variant, since the paper's is not public.
+
+    Table 4 of the paper has such an ablation; its code and its generator were not released.
+    """
     method = MGTTA(model, optimizer, source=source, trade_off=trade_off)
     kind = method.optimizer.generator.memory_kind  # type: ignore[union-attr]
     if kind != "lstm":

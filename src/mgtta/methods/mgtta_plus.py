@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mgtta.adaptation.method import OptimizerFactory
 from mgtta.adaptation.step import Pass
 from mgtta.methods._descent import Descent
-from mgtta.methods.mgtta import MGTTA
+from mgtta.methods.mgtta import MGTTA, rate_of_the_paper
 from mgtta.methods.registry import GENERATOR, SOURCE, register
 from mgtta.models.classifier import Classifier
 from mgtta.models.export import export_net
@@ -23,7 +23,12 @@ MEMORY_IMAGES = 640  # of the running mean: ten batches of 64
 PRIOR_IMAGES = 16  # for which the source's mean counts at the start
 
 
-@register("mgtta_plus", needs=[SOURCE, GENERATOR], descent=Descent(5e-3, "mgg", fixed=True))
+@register(
+    "mgtta_plus",
+    needs=[SOURCE, GENERATOR],
+    descent=Descent(5e-3, "mgg", fixed=True),
+    rate_at=rate_of_the_paper,
+)
 class MGTTAPlus(MGTTA):
     """MGTTA+: MGTTA with mirrored twins, re-centred predictions and a shrinking step (ours, see docs/research.md).
 

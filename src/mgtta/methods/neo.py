@@ -23,7 +23,7 @@ from mgtta.models.source import Source, as_source
 PAPER = Paper("NEO: No-Optimization Test-Time Adaptation through Latent Re-Centering", "2510.05635")
 
 
-@register("neo", papers=[PAPER], needs=[HEAD])
+@register("neo", papers=[PAPER], needs=[HEAD], code="github.com/awesomealex1/NEO")
 class NEO(Method):
     """Features re-centred before the head, without a learning rate (Murphy et al., ICLR 2026).
 

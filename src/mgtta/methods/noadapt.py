@@ -4,6 +4,6 @@ from mgtta.adaptation.method import ObjectiveMethod
 from mgtta.methods.registry import register
 
 
-@register("noadapt")
+@register("noadapt", mgtta={})
 class NoAdapt(ObjectiveMethod):
     """The source model as it is."""

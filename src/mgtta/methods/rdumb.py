@@ -1,7 +1,8 @@
 """RDumb: ETA that starts again from the source every so many batches (Press et al., NeurIPS 2023, arXiv 2306.05401).
 
-The equations are EATA's. Settings are those of the authors' code, which has one learning rate for all networks and
-counts batches, whether they taught something or not. Its E_0 = ln(1000) / 2 - 1 is written here in units of ln C.
+The equations are those of ETA, see eta.py. Settings are those of the authors' code, which has one learning rate for
+all networks and counts batches, whether they taught something or not. Its E_0 = ln(1000) / 2 - 1 is written here in
+units of ln C. Ours: `redundancy` follows the number of classes, as in eta.py.
 """
 
 import math
@@ -13,7 +14,7 @@ from torch import Tensor
 from mgtta.adaptation.method import OptimizerFactory
 from mgtta.adaptation.step import Pass
 from mgtta.methods._descent import Descent
-from mgtta.methods.eata import EATA
+from mgtta.methods.eta import ETA
 from mgtta.methods.registry import Paper, register
 from mgtta.models.classifier import Classifier
 
@@ -21,11 +22,12 @@ PAPER = Paper("RDumb: A simple approach that questions our progress in continual
 MARGIN = 0.5 - 1 / math.log(1000)  # E_0 / ln C, about 0.355
 
 
-@register("rdumb", papers=[PAPER], descent=Descent(lr=2.5e-4))
-class RDumb(EATA):
+@register("rdumb", papers=[PAPER], descent=Descent(lr=2.5e-4), code="github.com/oripress/CCC")
+class RDumb(ETA):
     """ETA, reset to the source every 1,000 batches (Press et al., NeurIPS 2023).
 
     margin: E_0, in units of ln C.
+    redundancy: eps; None: 0.05 for 1,000 classes, and by a power law for other numbers.
     every: batches between two resets.
 
     Attributes:
@@ -38,10 +40,10 @@ class RDumb(EATA):
         optimizer: OptimizerFactory,
         *,
         margin: float = MARGIN,
-        redundancy: float = 0.05,
+        redundancy: float | None = None,
         every: int = 1000,
     ):
-        super().__init__(model, optimizer, fisher=None, margin=margin, redundancy=redundancy)
+        super().__init__(model, optimizer, margin=margin, redundancy=redundancy)
         if every < 1:
             raise ValueError(f"every, the number of batches between two resets, must be at least 1, not {every}")
         self.every = every

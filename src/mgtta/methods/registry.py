@@ -1,93 +1,53 @@
-"""Recipes: a name -> a method with its paper's settings. Each is registered in the method's own file.
-
-A recipe's settings are the keyword arguments of what is registered, and those of its `Descent`.
-"""
+"""Recipes: a name -> a method with its settings. Each is registered in the method's own file."""
 
 import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 import mgtta.methods
 from mgtta._lib.errors import unknown
-from mgtta.adaptation.method import Method, ObjectiveMethod
 from mgtta.methods._descent import Descent
+from mgtta.methods._recipe import (
+    AUTHORS,
+    BATCH_NORM,
+    FISHER,
+    GENERATOR,
+    GRADIENTS,
+    HEAD,
+    MGTTA,
+    REQUIRED,
+    RESNETS,
+    SETS,
+    SOURCE,
+    TOKENS,
+    Paper,
+    Recipe,
+)
 
-GRADIENTS = "gradients"
-SOURCE = "source statistics"
-FISHER = "Fisher information of source images"
-GENERATOR = "a generator"
-HEAD = "linear head"
-TOKENS = "tokens"
-BATCH_NORM = "BatchNorm layers"
+__all__ = [
+    "AUTHORS",
+    "BATCH_NORM",
+    "FISHER",
+    "GENERATOR",
+    "GRADIENTS",
+    "HEAD",
+    "MGTTA",
+    "REQUIRED",
+    "RESNETS",
+    "SETS",
+    "SOURCE",
+    "TOKENS",
+    "Paper",
+    "Recipe",
+    "recipe",
+    "recipes",
+    "register",
+]
+
 Make = TypeVar("Make", bound=Callable[..., Any])
-REQUIRED = inspect.Parameter.empty  # the default of a setting that must be given
-
-
-class Paper(NamedTuple):
-    title: str
-    arxiv: str | None = None  # its number, if it is there
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A registered method.
-
-    Attributes:
-        make: called with the model, the optimizer's factory if there is a descent, and settings.
-        needs: what must be there besides the model and the images.
-        descent: the optimizer and its learning rate; None for methods without gradients.
-    """
-
-    name: str
-    make: Callable[..., Method]
-    papers: tuple[Paper, ...]
-    needs: tuple[str, ...]
-    descent: Descent | None
-    what: str  # one sentence on what it is
-    more: str  # what else there is to say of it and of its settings
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Setting -> default; REQUIRED for one that must be given."""
-        parameters = inspect.signature(self.make).parameters.values()
-        own = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-        return own | (self.descent.settings() if self.descent else {})
-
-    @property
-    def method(self) -> type[Method]:
-        """The class that is made."""
-        return self.make if isinstance(self.make, type) else get_type_hints(self.make)["return"]
-
-    @property
-    def works_with(self) -> dict[str, bool]:
-        """Option of every method -> True if the recipe takes it, False if `create` or `export` refuses it by name."""
-        pure = issubclass(self.method, ObjectiveMethod)
-        learns = self.descent is not None
-        return {
-            "guard": True,
-            "schedule": pure and learns,
-            "pull": learns,
-            "gather": learns,
-            "recall": learns,
-            "bf16": pure,
-            "ranks": self.method.shares_batches,
-            "resume": True,
-            "export": not self.method.cannot_export,
-        }
-
-    def build(self, model: Any, settings: dict[str, Any]) -> Method:
-        """Return the method around a copy of the model."""
-        if self.descent is None:
-            return self.make(model, **settings)
-        chosen = {key: value for key, value in settings.items() if key in self.descent.settings()}
-        own = {key: value for key, value in settings.items() if key not in chosen}
-        descent = Descent(**{**vars(self.descent), **chosen})
-        return self.make(model, descent.factory(), **own)
-
 
 _RECIPES: dict[str, Recipe] = {}
 
@@ -99,18 +59,24 @@ def register(
     needs: Sequence[str] = (),
     descent: Descent | None = None,
     what: str = "",
+    **declared: Any,
 ) -> Callable[[Make], Make]:
     """Register a class, or a function that makes one, as the recipe of this name.
 
     Args:
         what: one sentence on the recipe; by default the first paragraph of the docstring, the rest being `more`.
+        declared: code, resnets, mgtta, tries, rate_at, revision; see Recipe.
     """
 
     def registered(make: Make) -> Make:
         own = (GRADIENTS, *needs) if descent else tuple(needs)
         first, _, more = (inspect.getdoc(make) or "").partition("\n\n")
         sentence = what or " ".join(first.split())
-        _RECIPES[name] = Recipe(name, make, tuple(papers), own, descent, sentence, more)
+        made = Recipe(name, make, tuple(papers), own, descent, sentence, more, **declared)
+        for key in (*made.resnets, *(made.mgtta or ()), *made.tries):
+            if key not in made.settings:
+                raise ValueError(f"{name} declares a value of {key}, which is not among its settings")
+        _RECIPES[name] = made
         return make
 
     return registered
@@ -127,9 +93,13 @@ def recipes() -> dict[str, Recipe]:
 
 
 def recipe(name: str) -> Recipe:
-    """Return a recipe by its name, written with hyphens or underscores, mgtta+ or mgtta_plus."""
+    """Return a recipe by its name, written with hyphens or underscores, mgtta+ or mgtta_plus.
+
+    `deyo@mgtta` is deyo at the set of settings "mgtta".
+    """
     known = recipes()
-    found = known.get(name.replace("-", "_").replace("+", "_plus"))
+    base, at, chosen = name.partition("@")
+    found = known.get(base.replace("-", "_").replace("+", "_plus"))
     if found is None:
         raise unknown("recipe", name, known)
-    return found
+    return found.at(chosen) if at else found

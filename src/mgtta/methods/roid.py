@@ -1,6 +1,11 @@
 """ROID: robust to any order of domains and classes (Marsden, Döbler, Yang, WACV 2024, arXiv 2306.00650).
 
-Equations are named by what they define. The clipping of the soft likelihood ratio is the released system's.
+Followed: the authors' code, github.com/mariodoebler/test-time-adaptation, for all networks: clipped soft likelihood
+ratio, SGD with Nesterov momentum, views padded by reflection. It multiplies the logits by the smoothed prior, where the
+paper multiplies probabilities by it.
+Ours on purpose: a batch of one has weight 1, where the released weight is 0 / 0; a prediction that is not a number has
+no part in the prior.
+Equations are named by what they define.
 Notation    p  predicted probabilities (C,); p_bar  their moving average over batches; w  an image's weight;
             theta_0  the source's parameters; pi  the class prior of the batch
 """
@@ -23,7 +28,13 @@ PAPER = Paper(
 )
 
 
-@register("roid", papers=[PAPER], descent=Descent(lr=2.5e-4))
+@register(
+    "roid",
+    papers=[PAPER],
+    descent=Descent(lr=2.5e-4, nesterov=True),
+    code="github.com/mariodoebler/test-time-adaptation",
+    revision=1,
+)
 class ROID(Method):
     """Weighted likelihood ratios, weights ensembled with the source, priors corrected (Marsden et al., WACV 2024)."""
 
@@ -57,7 +68,8 @@ class ROID(Method):
         logits = self.model(x)
         weight = self.weights(logits)
         kept = weight > 0
-        view = self.model(random_view(self.model.pixels(x)[kept], self.random, noise=False))
+        images = random_view(self.model.pixels(x)[kept], self.random, noise=False, padding="reflect")
+        view = self.model(images)
         loss = soft_likelihood_ratio(logits[kept]) + symmetric_cross_entropy(logits[kept], view)
         loss = (weight[kept] * loss).sum() / len(logits)
         return Pass(logits), loss
@@ -98,12 +110,11 @@ def unit_range(values: Tensor) -> Tensor:
 
 
 def prior_corrected(logits: Tensor) -> Tensor:
-    """log(p * pi), pi being the batch's mean prediction, smoothed so that a small batch says little about it.
+    """Return the logits times pi, the batch's mean prediction, smoothed so that a small batch says little about it.
 
     A prediction that is not a number has no part in pi.
     """
     n, n_classes = logits.shape
-    log_p = logits.log_softmax(-1)
-    prior = log_p.exp().nanmean(0)
+    prior = logits.softmax(-1).nanmean(0)
     gamma = max(1 / n, 1 / n_classes) / prior.max()
-    return log_p + ((prior + gamma) / (1 + gamma * n_classes)).log()
+    return logits * (prior + gamma) / (1 + gamma * n_classes)

@@ -32,7 +32,13 @@ from mgtta.models.norms import batch_norms
 PAPER = Paper("Robust Test-Time Adaptation in Dynamic Scenarios", "2303.13899")
 
 
-@register("rotta", papers=[PAPER], needs=[BATCH_NORM], descent=Descent(1e-3, "adam"))
+@register(
+    "rotta",
+    papers=[PAPER],
+    needs=[BATCH_NORM],
+    descent=Descent(1e-3, "adam"),
+    code="github.com/BIT-DA/RoTTA",
+)
 class RoTTA(Method):
     """A slow teacher, a balanced memory of images and robust BatchNorm statistics (Yuan et al., CVPR 2023).
 

@@ -28,7 +28,7 @@ PAPER = Paper(
 )
 
 
-@register("shot", papers=[PAPER], descent=Descent(lr=1e-3))
+@register("shot", papers=[PAPER], descent=Descent(lr=1e-3, nesterov=True), code="github.com/tim-learn/SHOT")
 class SHOT(ObjectiveMethod):
     """Information maximisation, online: sure predictions of diverse classes (Liang et al., ICML 2020).
 

@@ -2,13 +2,11 @@
 
 From the paper: the image's prediction is the target for its twins'. One twin has low-frequency amplitudes masked at
 random, the other has noise injected. Only images of which the model is surer than of their twin teach it.
-From its released system: KL divergence; ratios and learning rates; a linear predictor before the head, only for the
-twins, which starts as the identity; noise strengths a_ij^2 on a 14 x 14 grid, learned by ascent.
-Ours: twins are made relative to the model's own input mean and std (0.5 if it has none); predictor and noise move by
-SGD with momentum whatever optimizer moves the norm layers.
+From the authors' code, github.com/mr-eggplant/SPA: KL divergence; ratios and learning rates; a linear predictor before
+the head, only for the twins, which starts as the identity; noise strengths a_ij^2 on a 14 x 14 grid, learned by ascent.
+Ours on purpose: twins are made relative to the model's own input mean and std (0.5 if it has none); predictor and noise
+move by SGD with momentum whatever optimizer moves the norm layers.
 """
-
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from torch.nn.functional import interpolate
 from mgtta.adaptation.method import Method, OptimizerFactory
 from mgtta.adaptation.step import EagerEngine, Pass
 from mgtta.losses import cross_entropy, entropy
-from mgtta.methods._augment import check_images
+from mgtta.methods._augment import check_images, mask_low_frequencies
 from mgtta.methods._descent import Descent
 from mgtta.methods.registry import Paper, register
 from mgtta.models.classifier import Classifier
@@ -30,12 +28,18 @@ MOMENTUM = 0.9  # of predictor and noise
 PAPER = Paper("Self-Bootstrapping for Versatile Test-Time Adaptation", "2504.08010")
 
 
-@register("spa", papers=[PAPER], descent=Descent(lr=0.01))
+@register(
+    "spa",
+    papers=[PAPER],
+    descent=Descent(lr=0.01),
+    code="github.com/mr-eggplant/SPA",
+    resnets={"lr": 2.5e-3, "predictor_lr": 0.025, "mask_ratio": 0.1, "noise_ratio": 0.1},
+)
 class SPA(Method):
     """Consistency of an image with its deteriorated twins (Niu et al., ICML 2025).
 
-    entropy_weight: 0.1 joins it with TENT. For ResNet-50 with GroupNorm the authors take lr 2.5e-3, predictor_lr
-    0.025 and ratios of 0.1."""
+    entropy_weight: 0.1 joins it with TENT.
+    """
 
     engine: EagerEngine
     random: torch.Generator
@@ -129,19 +133,3 @@ class SPA(Method):
             self.noise_velocity = MOMENTUM * self.noise_velocity + up
             noise = self.noise + self.noise_lr * self.noise_velocity
             self.noise = (noise * (self.noise_ratio / noise.square().mean().clamp(min=1e-12)).sqrt()).clamp(-1, 1)
-
-
-def mask_low_frequencies(x: Tensor, ratio: float, side: float, random: torch.Generator) -> Tensor:
-    """A share `ratio` of the amplitudes of low frequencies set to 0, phases and all else kept: (N, c, H, W).
-
-    Low are those in the middle square of the shifted spectrum whose side is `side` of the image's. A frequency and
-    its conjugate go together, so the result is real.
-    """
-    height, width = x.shape[2:]
-    spectrum = torch.fft.rfft2(x if x.dtype == torch.float64 else x.float())  # (N, c, H, W // 2 + 1)
-    r_h, r_w = (min(round(side * n / 2), (n - 1) // 2) for n in (height, width))
-    kept = (torch.rand(*x.shape[:2], 2 * r_h + 1, r_w + 1, generator=random) >= ratio).to(x.device)
-    kept[:, :, r_h + 1 :, 0] = kept[:, :, :r_h, 0].flip(2)  # rows are frequencies -r_h ... r_h
-    rows = torch.arange(-r_h, r_h + 1, device=x.device) % height
-    spectrum[:, :, rows, : r_w + 1] *= kept
-    return cast(Tensor, torch.fft.irfft2(spectrum, s=(height, width))).to(x.dtype)

@@ -11,19 +11,20 @@ from torch import Tensor, nn
 
 from mgtta.adaptation.method import OptimizerFactory
 from mgtta.methods._descent import Descent
-from mgtta.methods.eata import PAPER as EATA_PAPER
+from mgtta.methods.eta import PAPER as ETA_PAPER
 from mgtta.methods.registry import FISHER, register
 from mgtta.methods.spa import PAPER
-from mgtta.methods.spa_eta import SPAETA
+from mgtta.methods.spa_eta import CODE, RESNETS, SPAETA
 from mgtta.models.classifier import Classifier
 from mgtta.models.fisher import Fisher, as_fisher
 
 
-@register("spa_eata", papers=[PAPER, EATA_PAPER], needs=[FISHER], descent=Descent(lr=0.01))
+@register("spa_eata", papers=[PAPER, ETA_PAPER], needs=[FISHER], descent=Descent(lr=0.01), code=CODE, resnets=RESNETS)
 class SPAEATA(SPAETA):
     """SPA with EATA's entropy and anti-forgetting term (Niu et al., ICML 2025).
 
     margin: E_0, in units of ln C.
+    redundancy: eps; None: 0.05 for 1,000 classes, and by a power law for other numbers.
     eta_weight: weight of EATA's loss, the anti-forgetting term included.
     """
 
@@ -36,7 +37,7 @@ class SPAEATA(SPAETA):
         fisher_weight: float = 2000.0,
         eta_weight: float = 0.1,
         margin: float = 0.4,
-        redundancy: float = 0.05,
+        redundancy: float | None = None,
         predictor_lr: float = 0.05,
         mask_ratio: float = 0.2,
         low_frequencies: float = 0.2,

@@ -1,7 +1,8 @@
 """SPA joined with ETA (Niu et al., ICML 2025, arXiv 2504.08010).
 
 The loss is SPA's plus 0.1 times ETA's: the weighted entropy of reliable, non-redundant images. The weight, E_0 = 0.4
-ln C and the rest are those of the released system. See spa.py and eata.py; numbers of equations are EATA's.
+ln C and the rest are those of the released system. See spa.py and eta.py; numbers of equations are EATA's. Ours:
+`redundancy` follows the number of classes, as in eta.py.
 """
 
 import math
@@ -14,7 +15,8 @@ from mgtta.adaptation.method import OptimizerFactory
 from mgtta.adaptation.step import Pass
 from mgtta.losses import entropy
 from mgtta.methods._descent import Descent
-from mgtta.methods.eata import PAPER as EATA_PAPER
+from mgtta.methods.eta import PAPER as ETA_PAPER
+from mgtta.methods.eta import redundancy_for
 from mgtta.methods.registry import register
 from mgtta.methods.spa import PAPER, SPA
 from mgtta.models.classifier import Classifier
@@ -22,11 +24,16 @@ from mgtta.models.classifier import Classifier
 PROBS_MOMENTUM = 0.9  # of the average of the kept predictions
 
 
-@register("spa_eta", papers=[PAPER, EATA_PAPER], descent=Descent(lr=0.01))
+CODE = "github.com/mr-eggplant/SPA"
+RESNETS = {"lr": 2.5e-3, "predictor_lr": 0.025, "mask_ratio": 0.1, "noise_ratio": 0.1}  # as in spa.py
+
+
+@register("spa_eta", papers=[PAPER, ETA_PAPER], descent=Descent(lr=0.01), code=CODE, resnets=RESNETS)
 class SPAETA(SPA):
     """SPA with ETA's entropy of reliable, non-redundant images (Niu et al., ICML 2025).
 
     margin: E_0, in units of ln C.
+    redundancy: eps; None: 0.05 for 1,000 classes, and by a power law for other numbers.
     eta_weight: weight of ETA's loss.
     """
 
@@ -39,7 +46,7 @@ class SPAETA(SPA):
         *,
         eta_weight: float = 0.1,
         margin: float = 0.4,
-        redundancy: float = 0.05,
+        redundancy: float | None = None,
         predictor_lr: float = 0.05,
         mask_ratio: float = 0.2,
         low_frequencies: float = 0.2,
@@ -83,8 +90,11 @@ class SPAETA(SPA):
         reliable = entropy(logits) < self.margin * math.log(logits.shape[1])
         if not len(self.probs):
             return reliable
+        eps = self.redundancy
+        if eps is None:
+            eps = redundancy_for(logits.shape[1])
         similarity = cosine_similarity(logits.softmax(-1), self.probs[None], dim=1)
-        return reliable & (similarity < self.redundancy)
+        return reliable & (similarity < eps)
 
     def adapt(self, x: Tensor) -> Pass:
         before = self.engine.updates

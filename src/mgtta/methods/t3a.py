@@ -7,9 +7,11 @@ Notation: z (N, D) what the head sees, S^k the supports of class k, unit vectors
   filter     of S^k the M of lowest entropy stay, entropy being that of the source classifier's prediction
   predict    z . c^k, c^k the centroid of S^k
 
-Where paper and released system differ this follows the system, whose figures are the ones compared with: c^k is
-scaled to unit length, and rows have the entropy of the prediction for w^k itself, unscaled. Row k is a support of
-class k, as the paper says, even where the classifier would call it another.
+Followed: the authors' code, github.com/matsuolab/T3A, also where the paper differs, since the published figures are the
+code's: c^k is scaled to unit length, and rows have the entropy of the prediction for w^k itself, unscaled. M = 20 is
+what FOA and MGTTA take; the authors choose M from 1 to 100 on validation data.
+Ours on purpose: row k is a support of class k, as the paper says, where the code labels it by the classifier's own
+prediction for it, which may be another class.
 """
 
 import torch
@@ -26,7 +28,7 @@ from mgtta.models.export import export_net
 PAPER = Paper("Test-Time Classifier Adjustment Module for Model-Agnostic Domain Generalization")
 
 
-@register("t3a", papers=[PAPER], needs=[HEAD])
+@register("t3a", papers=[PAPER], needs=[HEAD], code="github.com/matsuolab/T3A", mgtta={"supports": 20})
 class T3A(Method):
     """Classes as centroids of their most certain test features (Iwasawa & Matsuo, NeurIPS 2021)."""
 

@@ -23,7 +23,7 @@ from mgtta.report.examples import Example
 from mgtta.report.paired import differences
 from mgtta.report.published import beside, published
 from mgtta.report.summary import COSTS, MEAN, Record, Section, label, milliseconds, unique
-from mgtta.report.words import bold, decimals, footing_words, headline, interval, notes, printed, short, signed
+from mgtta.report.words import bold, decimals, footing_words, headline, interval, named, notes, printed, short, signed
 
 SHOWN_CHARACTERS = 300  # of an entry of the protocol; the rest is folded
 
@@ -87,6 +87,7 @@ def _shown(section: Section, name: str, charts: list[str]) -> dict[str, Any]:
         "rows": [
             {
                 "name": row,
+                "label": named(section, row),
                 "cells": [{"figure": figures[row].get(c), "best": (row, c) in marked} for c in columns],
             }
             for row in section.rows

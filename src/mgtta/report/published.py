@@ -1,7 +1,8 @@
 """The paper's own figures, which ship as data, beside what was measured; and how the two differ in footing."""
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -31,6 +32,7 @@ class Beside:
     measured: dict[str, dict[str, Figure]]
     printed: dict[str, dict[str, float]]
     differs: list[str]
+    notes: list[str]  # what is known of the published rows
 
 
 def beside(section: Section) -> list[Beside]:
@@ -41,7 +43,7 @@ def beside(section: Section) -> list[Beside]:
 
 
 def _beside(section: Section, table: dict[str, Any]) -> Beside | None:
-    rows = {row: table["rows"][row] for row in section.rows if row in table["rows"]}
+    rows = {row: table["rows"][_base(row)] for row in section.rows if _base(row) in table["rows"]}
     if table["columns"] not in ("figure", section.axis):
         return None
     measured = _costs(section) if table["columns"] == "figure" else section.figures()
@@ -61,7 +63,22 @@ def _beside(section: Section, table: dict[str, Any]) -> Beside | None:
         sizes = ", ".join(f"{n:,}" for n in unique(record["images"] for record in section.records))
         differs.insert(0, f"the seconds were measured for {sizes} images, and scaled to the paper's 50,000")
     mine = {row: cells for row, cells in measured.items() if row in rows}
-    return Beside(table["table"], table["footing"], shared, mine, rows, differs)
+    return Beside(table["table"], table["footing"], shared, mine, rows, differs, _notes(table["experiment"], rows))
+
+
+def _base(row: str) -> str:
+    """Return the row's name in the paper, which has one set of settings: deyo for deyo@mgtta."""
+    return re.sub(r"@\w+", "", row)
+
+
+def _notes(experiment: str, rows: Iterable[str]) -> list[str]:
+    """Return what is known of the published rows, in words."""
+    bases = {_base(row).partition(",")[0] for row in rows}
+    return [
+        f"{note['row']}: {note['note']}"
+        for note in published()["row_notes"]
+        if note["row"] in bases and experiment in note.get("experiments", [experiment])
+    ]
 
 
 def _same_data(section: Section, table: dict[str, Any]) -> bool:

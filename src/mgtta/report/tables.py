@@ -11,6 +11,7 @@ from mgtta.report.words import (
     figure_words,
     footing_words,
     interval,
+    named,
     notes,
     printed,
     rates,
@@ -58,7 +59,7 @@ def _markdown_table(section: Section, figure: str | None = None) -> str:
     figure = figure or section.figure
     lines = [_row(["method", *map(short, columns)]), "|---" * (len(columns) + 1) + "|"]
     for row, cells in figures.items():
-        texts = [row]
+        texts = [named(section, row)]
         for column in columns:
             text = _cell(cells.get(column), section.spread(column), "±", figure)
             if (row, column) in marked:
@@ -112,7 +113,7 @@ def _latex_table(section: Section, figure: str | None = None) -> str:
         r"\midrule",
     ]
     for row, cells in figures.items():
-        texts = [_latex(row)]
+        texts = [_latex(named(section, row))]
         for column in columns:
             text = _cell(cells.get(column), section.spread(column), r"$\pm$", figure).replace("–", "--")
             if (row, column) in marked:
@@ -139,6 +140,9 @@ def markdown_report(found: Sequence[Section]) -> str:
             differs = _markdown("; ".join(table.differs))
             parts += [f"Published, {number}", "", f"Not on the same footing: {differs}.", ""]
             parts += [*_markdown_beside(table), ""]
+            parts += [f"- Published {_markdown(note)}" for note in table.notes]
+            if table.notes:
+                parts.append("")
         commands = unique((record.get("protocol") or {}).get("command") for record in section.records)
         parts += ["To repeat it:", "", *(f"    {str(c).replace(chr(10), ' ')}" for c in commands if c), ""]
     return "\n".join(parts)

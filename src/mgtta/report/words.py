@@ -7,6 +7,7 @@ from mgtta.report.alarms import guard_words
 from mgtta.report.paired import Difference, differences
 from mgtta.report.summary import DIGITS, LOWER_IS_BETTER, MEAN, Figure, Record, Section, images_of, label, unique
 
+EDGE = "†"  # marks rows whose learning rate was chosen at an edge
 FEWEST = 5  # domains, or seeds of one domain, for an interval in a headline
 # figure -> its name, its unit, and the word for the best of it
 FIGURES = {
@@ -155,12 +156,28 @@ def rates(section: Section) -> str:
             words.append(f"{row} {' and '.join(own)}")
     if not words:
         return ""
-    return f" Learning rates, each chosen from {tried(section.records)}: {', '.join(words)}."
+    text = f" Learning rates, each chosen from {tried(section.records)}: {', '.join(words)}."
+    if any(at_edge(record) for record in chosen(section.records)):
+        text += f" {EDGE}: chosen at an edge of the tried rates, so that a rate beyond it may do better."
+    return text
 
 
 def chosen(records: Iterable[Record]) -> list[Record]:
     """Return the records whose learning rate was chosen from several."""
     return [r for r in records if r.get("chosen_from") and (r.get("settings") or {}).get("lr") is not None]
+
+
+def at_edge(record: Record) -> bool:
+    """Return whether the record's learning rate is the first or the last of those it was chosen from."""
+    grid = record.get("chosen_from") or ()
+    return len(grid) > 1 and record["settings"].get("lr") in (min(grid), max(grid))
+
+
+def named(section: Section, row: str) -> str:
+    """Return the row's name, with a dagger if one of its learning rates is at an edge of its grid."""
+    if any(at_edge(record) for record in chosen(section.of(row))):
+        return f"{row} {EDGE}"
+    return row
 
 
 def tried(records: Iterable[Record]) -> str:

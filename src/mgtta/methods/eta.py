@@ -1,0 +1,97 @@
+"""ETA: entropy of reliable, non-redundant images (Niu et al., ICML 2022): EATA without its anti-forgetting term.
+
+Followed: the authors' code, github.com/mr-eggplant/EATA: E_0 = 0.4 ln C, lr 2.5e-4 for ResNet-50, and for ViTs lr 1e-3
+from the same authors' github.com/mr-eggplant/SAR.
+Ours on purpose: eps follows the number of classes. The cosine of two predictions is the larger, the fewer classes there
+are, so that the authors take 0.05 on ImageNet and 0.4 on CIFAR-10; in between, and beyond, it is the power of C through
+these two. With 0.05 on few classes hardly an image would teach anything.
+
+The equation numbers are the paper's.
+Notation    E  entropy of one prediction; E_0 = margin * ln C; eps = redundancy; p  predicted probabilities (C,)
+            m  moving average of the kept probabilities
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from mgtta.adaptation.method import Method, OptimizerFactory
+from mgtta.adaptation.step import Pass
+from mgtta.losses import entropy
+from mgtta.methods._descent import Descent
+from mgtta.methods.registry import Paper, register
+from mgtta.models.classifier import Classifier
+from mgtta.models.norms import norm_parameters
+
+MOMENTUM = 0.9  # of m
+CODE = "github.com/mr-eggplant/EATA; for ViTs github.com/mr-eggplant/SAR"
+PAPER = Paper("Efficient Test-Time Model Adaptation without Forgetting", "2204.02610")
+
+
+@register(
+    "eta",
+    papers=[PAPER],
+    descent=Descent(lr=1e-3),
+    code=CODE,
+    resnets={"lr": 2.5e-4},
+    tries={"redundancy": (0.05, 0.4)},
+)
+class ETA(Method):
+    """Entropy of reliable, non-redundant images (Niu et al., ICML 2022).
+
+    margin: E_0, in units of ln C.
+    redundancy: eps, the cosine above which an image is redundant; None: 0.05 for 1,000 classes and 0.4 for 10, the
+    authors' values, and by a power law for other numbers.
+    """
+
+    shares_batches = True
+    probs: Tensor
+
+    def __init__(
+        self,
+        model: Classifier,
+        optimizer: OptimizerFactory,
+        *,
+        margin: float = 0.4,
+        redundancy: float | None = None,
+    ):
+        super().__init__(model)
+        self.learns(norm_parameters, optimizer)
+        self.margin = margin
+        self.redundancy = redundancy
+        self.register_buffer("probs", torch.empty(0))  # m; empty until there is one
+
+    def loss(self, x: Tensor) -> tuple[Pass, Tensor | None]:
+        logits = self.model(x)
+        kept = self.kept(logits)
+        E = entropy(logits)
+        weight = (self.margin * math.log(logits.shape[1]) - E.detach()).exp()  # Eq. 3
+        return Pass(logits), self.ranks.mean((weight * E)[kept])  # Eq. 2
+
+    def kept(self, logits: Tensor) -> Tensor:
+        """Where S(x) > 0 (Eq. 6): (N,) of bool."""
+        logits = logits.detach()
+        classes = logits.shape[1]
+        reliable = entropy(logits) < self.margin * math.log(classes)  # Eq. 3
+        if not len(self.probs):
+            return reliable
+        eps = self.redundancy
+        if eps is None:
+            eps = redundancy_for(classes)
+        similarity = cosine_similarity(logits.softmax(-1), self.probs[None], dim=1)
+        return reliable & (similarity < eps)  # Eq. 5
+
+    @torch.no_grad()
+    def learned(self, seen: Pass) -> None:
+        logits = seen.logits
+        probs = self.ranks.mean(logits[self.kept(logits)].softmax(-1))
+        assert probs is not None  # or there would have been no update
+        self.probs = MOMENTUM * self.probs + (1 - MOMENTUM) * probs if len(self.probs) else probs  # Eq. 4
+
+
+def redundancy_for(classes: int) -> float:
+    """Return eps for a number of classes: 0.05 for 1,000, 0.4 for 10, and a power of the number through both."""
+    power = math.log(0.4 / 0.05) / math.log(1000 / 10)
+    return 0.05 * (1000 / classes) ** power
