@@ -46,6 +46,12 @@ CASES = {  # filters that some images pass and some do not
     "mgtta_lstm": {},
     "mgtta_plus": {},
     "noadapt": {},
+    "actmad": {},
+    "eata_come": {"margin": 0.8, "redundancy": 0.97, "fisher_weight": 1.0},
+    "rdumb": {"margin": 0.65, "redundancy": 0.97, "every": 5},
+    "sar_come": {"margin": 0.8},
+    "shot": {},
+    "tent_come": {},
 }
 
 

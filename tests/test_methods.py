@@ -12,14 +12,18 @@ from mgtta._lib.files import read_tree, write_tree
 from mgtta.methods.bn import BatchNormStatistics
 from mgtta.methods.cotta import CoTTA
 from mgtta.methods.foa import FOA
+from mgtta.methods.foa_shift import FOAShift
 from mgtta.methods.lame import LAME
+from mgtta.methods.memo import MEMO
 from mgtta.methods.mgtta_plus import MGTTAPlus
-from mgtta.methods.registry import recipes
+from mgtta.methods.neo import NEO
+from mgtta.methods.registry import REQUIRED, recipes
 from mgtta.methods.roid import ROID
+from mgtta.methods.rotta import RoTTA
 from mgtta.methods.t3a import T3A
 
-GRADIENT_FREE = (BatchNormStatistics, FOA, LAME, T3A)  # their logits are not the plain model's
-OWN_LOGITS = (CoTTA, MGTTAPlus, ROID)  # nor those of CoTTA's teacher; the others correct theirs
+GRADIENT_FREE = (BatchNormStatistics, FOA, FOAShift, LAME, MEMO, NEO, T3A)  # their logits are not the plain model's
+OWN_LOGITS = (CoTTA, MGTTAPlus, ROID, RoTTA)  # nor those of a teacher; the others correct theirs
 RECIPES = recipes()
 GRADIENT = [name for name, recipe in RECIPES.items() if recipe.descent is not None]
 OPEN = {  # filters that let all images pass, since random weights leave none; and CoTTA with views, but few
@@ -27,20 +31,32 @@ OPEN = {  # filters that let all images pass, since random weights leave none; a
     "cotta": {"confidence": 1.0, "augmentations": 2},
     "deyo": {"entropy_threshold": 1.1, "plpd_threshold": -1.0},
     "eata": {"margin": 1.1, "redundancy": 1.1},
+    "eata_come": {"margin": 1.1, "redundancy": 1.1},
+    "eta": {"margin": 1.1, "redundancy": 1.1},
+    "foa_interval": {"interval": 4},
+    "memo": {"augmentations": 2},
+    "rdumb": {"margin": 1.1, "redundancy": 1.1, "every": 2},
+    "rotta": {"frequency": 4},
     "sar": {"margin": 1.1, "recovery": 0.0},
+    "sar_come": {"margin": 1.1, "recovery": 0.0},
+    "spa_eata": {"margin": 1.1, "redundancy": 1.1},
+    "spa_eta": {"margin": 1.1, "redundancy": 1.1},
 }
 CANNOT = {
     *(("bn", "vit"), ("bn", "groupnorm")),
+    *(("rotta", "vit"), ("rotta", "groupnorm")),
     *(("foa", "batchnorm"), ("foa", "groupnorm")),
+    *(("foa_interval", "batchnorm"), ("foa_interval", "groupnorm")),
+    *(("foa_shift", "batchnorm"), ("foa_shift", "groupnorm")),
     *(("mgtta_plus", "batchnorm"), ("mgtta_plus", "groupnorm")),  # re-centring: see test_mgtta_plus.py
 }
 
 
 def make(name, model, **settings):
     parameters = RECIPES[name].settings
-    if "source" in parameters:
+    if parameters.get("source") is REQUIRED:
         settings.setdefault("source", mgtta.source_statistics(model, images(16, seed=99)))
-    if "fisher" in parameters:
+    if parameters.get("fisher") is REQUIRED:
         settings.setdefault("fisher", mgtta.fisher_information(model, images(16, seed=99)))
     if "generator" in parameters:
         settings.setdefault("generator", random_generator(memory="lstm" if "lstm" in name else "gml"))
@@ -55,7 +71,7 @@ def method(request, any_model):
 
 
 def suitable(name):
-    return NETS["batchnorm"]() if name == "bn" else vit()
+    return NETS["batchnorm"]() if name in ("bn", "rotta") else vit()
 
 
 def prediction(method, x):
@@ -175,19 +191,19 @@ def test_budgets(name):
     assert long.updates == 1
 
 
-@pytest.mark.parametrize("name", GRADIENT)
+@pytest.mark.parametrize("name", [name for name in GRADIENT if name != "rotta"])  # it learns from its memory
 def test_learning_lowers_the_objective(name):
     """On one batch again and again, with a generator that steps along the gradient's sign."""
     settings = {"generator": sign_generator("lstm" if "lstm" in name else "gml")} if "mgtta" in name else {}
-    if name == "spa":  # its noise learns to raise the loss, and its gate changes what the loss is a mean of
+    if name.startswith("spa"):  # its noise learns to raise the loss, and its gate changes what the loss is a mean of
         settings = {"noise_lr": 0.0, "predictor_lr": 0.0}
     method = make(name, mgtta.load_model(confident_vit()), lr=1e-3, **settings)
-    if name == "spa":
+    if name.startswith("spa"):
         method.surer = lambda target, _twin: torch.ones(len(target), dtype=torch.bool)
     assert method.optimizer is not None
     x = images(8)
     first = objective(method, x)
-    for _ in range(40 if name == "spa" else 20):
+    for _ in range(40 if name.startswith("spa") else 20):
         method(x)
     assert objective(method, x) < first
 

@@ -1,0 +1,119 @@
+"""COME: TENT, EATA and SAR with the entropy of an opinion (Zhang et al., ICLR 2025, arXiv 2410.10894).
+
+Notation    x (C,) the logits of an image; e_k = exp(x_k) the evidence for class k; S = sum_k e_k + C
+            b_k = e_k / S  the belief in class k; u = C / S  the uncertainty; sum_k b_k + u = 1
+
+COME lowers the entropy of (b_1, ..., b_C, u) instead of that of the softmax. The norm of x is held: the gradient sees
+x / ||x|| * ||x||, with the last factor as a constant. Since C = exp(ln C), (b, u) is the softmax of (x, ln C), so the
+entropy is that of these C + 1 logits. The authors' code adds 1e-7 to each probability; ours is exact. Filters, learning
+rates and recovery are those of their code: TENT's, EATA's and SAR's for ViTs, where COME's entropy takes the place of
+the softmax's in filters and weights too. E_0 stays in units of ln C. Ours: `redundancy` follows the number of classes,
+as in eta.py.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
+
+from mgtta.adaptation.method import OptimizerFactory
+from mgtta.adaptation.step import Pass
+from mgtta.losses import entropy
+from mgtta.methods._descent import Descent
+from mgtta.methods.eata import EATA
+from mgtta.methods.eta import redundancy_for
+from mgtta.methods.registry import FISHER, Paper, register
+from mgtta.methods.sar import SAR
+from mgtta.methods.tent import Tent
+from mgtta.models.classifier import Classifier
+from mgtta.models.fisher import Fisher
+
+CODE = "github.com/BlueWhaleLab/COME"
+RESNETS = {"lr": 2.5e-4}
+PAPER = Paper("COME: Test-time adaption by Conservatively Minimizing Entropy", "2410.10894")
+
+
+def opinion(logits: Tensor) -> Tensor:
+    """Return the logarithms of evidences and of C, whose softmax is the opinion (b, u): (N, C) -> (N, C + 1)."""
+    held = normalize(logits, dim=-1) * logits.detach().norm(dim=-1, keepdim=True)
+    uncertainty = torch.full_like(logits[:, :1], math.log(logits.shape[1]))
+    return torch.cat([held, uncertainty], 1)
+
+
+@register("tent_come", papers=[PAPER], descent=Descent(lr=1e-3), code=CODE, resnets=RESNETS)
+class TentCOME(Tent):
+    """TENT with the entropy of an opinion (COME, Zhang et al., ICLR 2025)."""
+
+    def objective(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
+        return super().objective(opinion(logits), features)
+
+
+@register("eata_come", papers=[PAPER], needs=[FISHER], descent=Descent(lr=1e-3), code=CODE, resnets=RESNETS)
+class EATACOME(EATA):
+    """EATA with the entropy of an opinion (COME, Zhang et al., ICLR 2025).
+
+    margin: E_0, in units of ln C.
+    redundancy: eps; None: 0.05 for 1,000 classes, and by a power law for other numbers.
+    """
+
+    def __init__(
+        self,
+        model: Classifier,
+        optimizer: OptimizerFactory,
+        *,
+        fisher: Fisher | str | os.PathLike,
+        margin: float = 0.4,
+        redundancy: float | None = None,
+        fisher_weight: float = 2000.0,
+    ):
+        super().__init__(
+            model, optimizer, fisher=fisher, margin=margin, redundancy=redundancy, fisher_weight=fisher_weight
+        )
+
+    def loss(self, x: Tensor) -> tuple[Pass, Tensor | None]:
+        logits = self.model(x)
+        E = entropy(opinion(logits))
+        weight = (self.margin * math.log(logits.shape[1]) - E.detach()).exp()
+        loss = self.ranks.mean((weight * E)[self.kept(logits)])
+        if loss is not None:
+            loss = loss + self.forgetting()
+        return Pass(logits), loss
+
+    def kept(self, logits: Tensor) -> Tensor:
+        """Return which images are reliable and not redundant: (N,) of bool."""
+        logits = logits.detach()
+        reliable = entropy(opinion(logits)) < self.margin * math.log(logits.shape[1])
+        if not len(self.probs):
+            return reliable
+        eps = self.redundancy
+        if eps is None:
+            eps = redundancy_for(logits.shape[1])
+        similarity = cosine_similarity(logits.softmax(-1), self.probs[None], dim=1)
+        return reliable & (similarity < eps)
+
+
+@register("sar_come", papers=[PAPER], descent=Descent(lr=1e-3), code=CODE, resnets=RESNETS)
+class SARCOME(SAR):
+    """SAR with the entropy of an opinion (COME, Zhang et al., ICLR 2025).
+
+    margin: E_0, in units of ln C.
+    """
+
+    def loss(self, x: Tensor) -> tuple[Pass, Tensor | None]:
+        logits = self.model(x)
+        return Pass(logits), self.ranks.mean(entropy(opinion(logits))[self.reliable(logits)])
+
+    def reliable(self, logits: Tensor) -> Tensor:
+        """Return which images are reliable, from their logits (N, C) or opinions (N, C + 1): (N,) of bool."""
+        n_classes = self.model.num_classes
+        if logits.shape[1] == n_classes:
+            logits = opinion(logits)
+        return entropy(logits.detach()) < self.margin * math.log(n_classes)
+
+    def _sharpness_aware_step(self, x: Tensor, loss: Tensor, reliable: Tensor) -> None:
+        """Take SAR's step, in which the model at the perturbed point gives opinions."""
+        with self.model.register_forward_hook(lambda _model, _inputs, logits: opinion(logits)):
+            super()._sharpness_aware_step(x, loss, reliable)
