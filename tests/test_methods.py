@@ -32,7 +32,6 @@ OPEN = {  # filters that let all images pass, since random weights leave none; a
     "deyo": {"entropy_threshold": 1.1, "plpd_threshold": -1.0},
     "eata": {"margin": 1.1, "redundancy": 1.1},
     "eata_come": {"margin": 1.1, "redundancy": 1.1},
-    "eta": {"margin": 1.1, "redundancy": 1.1},
     "foa_interval": {"interval": 4},
     "memo": {"augmentations": 2},
     "rdumb": {"margin": 1.1, "redundancy": 1.1, "every": 2},

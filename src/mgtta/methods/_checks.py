@@ -1,6 +1,7 @@
 """What `create` rejects: settings that a recipe does not have, values out of range, networks without tokens."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -40,6 +41,12 @@ def check_settings(chosen: Recipe, settings: dict[str, Any]) -> None:
     check_number("lr", settings.get("lr"))
     if not settings.get("decay", math.inf) > 0:
         raise ValueError(f"decay must be above 0 (inf: the learning rate does not fall), not {settings['decay']}")
+
+
+def check_choice(what: str, value: str, valid: Sequence[str]) -> None:
+    """Reject what is not one of the valid values."""
+    if value not in valid:
+        raise unknown(what, value, valid)
 
 
 def check_numbers(**values: int | None) -> None:

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mgtta.adaptation.method import ObjectiveMethod, OptimizerFactory
+from mgtta.adaptation.method import OptimizerFactory
+from mgtta.adaptation.objective import ObjectiveMethod
 from mgtta.methods._descent import Descent
 from mgtta.methods.registry import SOURCE, Paper, register
 from mgtta.models.classifier import Classifier

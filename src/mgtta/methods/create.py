@@ -7,7 +7,6 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from mgtta._lib.cpu import check_bfloat16
-from mgtta._lib.errors import unknown
 from mgtta._lib.ranks import ranks_of
 from mgtta.adaptation.gathered import Gathered
 from mgtta.adaptation.guarded import Guard, guarded
@@ -15,7 +14,7 @@ from mgtta.adaptation.method import Method
 from mgtta.adaptation.recalled import Recalled
 from mgtta.adaptation.scheduled import SCHEDULES, Scheduled
 from mgtta.adaptation.wrapper import Adapting
-from mgtta.methods._checks import check_number, check_numbers, check_settings
+from mgtta.methods._checks import check_choice, check_number, check_numbers, check_settings
 from mgtta.methods.registry import Recipe, recipe
 from mgtta.models.classifier import Classifier
 from mgtta.models.loading import as_classifier
@@ -59,10 +58,8 @@ def create(
         settings: the set of the recipe's own settings: "authors", by default, or "mgtta", those in which the MGTTA
             paper ran the method; `deyo@mgtta` as a name is the same.
     """
-    if precision not in PRECISIONS:
-        raise unknown("precision", precision, PRECISIONS)
-    if schedule not in SCHEDULES:
-        raise unknown("schedule", schedule, SCHEDULES)
+    check_choice("precision", precision, PRECISIONS)
+    check_choice("schedule", schedule, SCHEDULES)
     if guard is not None and not isinstance(guard, Guard | bool):
         raise TypeError(f"guard must be True, or mgtta.Guard(...), not {type(guard).__name__}")
     if process_group is not None and (guard or schedule != "always" or recall):
@@ -81,8 +78,7 @@ def create(
         _set_pull(method, pull)
         if process_group is not None:
             method.join(ranks_of(process_group))
-            same = (chosen.name, max_updates, max_seconds, pull, gather, sorted(given.items()))
-            said = repr(same)  # of tensors, a few digits
+            said = repr((chosen.name, max_updates, max_seconds, pull, gather, sorted(given.items())))
             method.ranks.agree("model, method and settings", [method.fingerprint, method.kind, said])
         _set_engine(method, precision, low_memory)
         method.remember_start()

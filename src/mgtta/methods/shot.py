@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mgtta.adaptation.method import ObjectiveMethod, OptimizerFactory
+from mgtta.adaptation.method import OptimizerFactory
+from mgtta.adaptation.objective import ObjectiveMethod
 from mgtta.losses import entropy
 from mgtta.methods._descent import Descent
 from mgtta.methods.registry import Paper, register
