@@ -270,6 +270,7 @@ def test_a_falling_rate_falls_by_updates_on_the_device(name):
 @pytest.mark.parametrize("make_optimizer", [
     lambda ps: torch.optim.SGD(ps, lr=0.1),
     lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
     lambda ps: torch.optim.Adam(ps, lr=0.01),
     lambda ps: mgtta.MGG(ps, random_generator(), lr=0.01),
     lambda ps: mgtta.MGG(ps, random_generator(memory="lstm"), lr=0.01),

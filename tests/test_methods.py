@@ -27,11 +27,11 @@ OWN_LOGITS = (CoTTA, MGTTAPlus, ROID, RoTTA)  # nor those of a teacher; the othe
 RECIPES = recipes()
 GRADIENT = [name for name, recipe in RECIPES.items() if recipe.descent is not None]
 OPEN = {  # filters that let all images pass, since random weights leave none; and CoTTA with views, but few
+    "eta": {"margin": 1.1, "redundancy": 1.1},
     "cotta": {"confidence": 1.0, "augmentations": 2},
     "deyo": {"entropy_threshold": 1.1, "plpd_threshold": -1.0},
     "eata": {"margin": 1.1, "redundancy": 1.1},
     "eata_come": {"margin": 1.1, "redundancy": 1.1},
-    "eta": {"margin": 1.1, "redundancy": 1.1},
     "foa_interval": {"interval": 4},
     "memo": {"augmentations": 2},
     "rdumb": {"margin": 1.1, "redundancy": 1.1, "every": 2},

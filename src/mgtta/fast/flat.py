@@ -24,8 +24,11 @@ Rule = Callable[["FlatStep", Tensor, list[Tensor]], tuple[Tensor, list[Tensor]]]
 def _sgd(flat: "FlatStep", grad: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     if not state:
         return grad, []
-    update = flat.settings["momentum"] * state[0] + grad
-    return update, [update]
+    momentum = flat.settings["momentum"]
+    velocity = momentum * state[0] + grad
+    if flat.settings["nesterov"]:
+        return grad + momentum * velocity, [velocity]
+    return velocity, [velocity]
 
 
 def _adam(flat: "FlatStep", grad: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
