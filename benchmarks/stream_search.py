@@ -451,12 +451,9 @@ def _span(results: Results, first: list[Config], second: list[Config]) -> list[s
     """Return the smallest and the largest difference of each column; of generators, each with itself."""
     pairs = [(a, b) for a in first for b in second if len(second) == 1 or a.get("generator") == b.get("generator")]
     columns = zip(
-        *[
-            [x - y for x, y in zip(_figures(results, a), _figures(results, b), strict=True)]
-            for a, b in pairs
-        ],
+        *[[x - y for x, y in zip(_figures(results, a), _figures(results, b), strict=True)] for a, b in pairs],
         strict=True,
-    )  # fmt: skip
+    )
     return [_range(list(column)) for column in columns]
 
 

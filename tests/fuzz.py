@@ -52,9 +52,24 @@ READERS = ("image", "tar", "tree", "state", "source", "fisher", "generator", "we
 MEMORY = 3 * 2**30  # bytes beyond what the process has at the start
 SECONDS = 20
 TOKENS = [
-    b"\xff" * 4, b"\0" * 8, b"\x80\0\0\0", b"99999999999999999999", b"-1", b"1e309", b"NaN", b"null", b"../../x",
-    b"[" * 50, b'{"a":' * 50, b"\xff\xff\xff\x7f", b"F64", b"I8", b"__metadata__", b"cos\nsystem\n", b"\r\n",
-]  # fmt: skip
+    b"\xff" * 4,
+    b"\0" * 8,
+    b"\x80\0\0\0",
+    b"99999999999999999999",
+    b"-1",
+    b"1e309",
+    b"NaN",
+    b"null",
+    b"../../x",
+    b"[" * 50,
+    b'{"a":' * 50,
+    b"\xff\xff\xff\x7f",
+    b"F64",
+    b"I8",
+    b"__metadata__",
+    b"cos\nsystem\n",
+    b"\r\n",
+]
 
 
 class Canary:
@@ -162,10 +177,20 @@ def settings(data: bytes, folder: Path) -> None:
 
 
 TARGETS: dict[str, Callable[[bytes, Path], None]] = {
-    "image": image, "tar": tar, "tree": tree, "state": state, "source": source, "fisher": fisher,
-    "generator": generator, "weights": weights, "released": released, "records": records,
-    "folder": tree_of_images, "arguments": arguments, "settings": settings,
-}  # fmt: skip
+    "image": image,
+    "tar": tar,
+    "tree": tree,
+    "state": state,
+    "source": source,
+    "fisher": fisher,
+    "generator": generator,
+    "weights": weights,
+    "released": released,
+    "records": records,
+    "folder": tree_of_images,
+    "arguments": arguments,
+    "settings": settings,
+}
 
 
 # --- what they are given
@@ -180,17 +205,27 @@ def seeds(canary: Path) -> dict[str, list[bytes]]:
     return {
         "image": [*_images(), _huge_png()],
         "tar": [golden["images"], *_tars()],
-        "tree": states, "state": states, "source": states[2:], "fisher": states[2:], "generator": states[2:],
-        "weights": pickles, "released": [*pickles, _released()],
+        "tree": states,
+        "state": states,
+        "source": states[2:],
+        "fisher": states[2:],
+        "generator": states[2:],
+        "weights": pickles,
+        "released": [*pickles, _released()],
         "records": [golden["records"], golden["records"] * 3],
         "folder": [b"cat|dog@|n01440764|0|1|..|" + PICTURE, b"a|b|c", b".hidden|" + b"\xff\xfe" * 3],
         "arguments": [
-            b"adapt FOLDER --model glyphs_vit --out FOLDER/p.csv", b"source FOLDER --model nothing",
-            b"report FOLDER", b"list", b"corrupt FOLDER FOLDER/out --severity 9", b"--help", b"train FOLDER --model x",
+            b"adapt FOLDER --model glyphs_vit --out FOLDER/p.csv",
+            b"source FOLDER --model nothing",
+            b"report FOLDER",
+            b"list",
+            b"corrupt FOLDER FOLDER/out --severity 9",
+            b"--help",
+            b"train FOLDER --model x",
             b"adapt FOLDER --model glyphs_vit --set lr=1 --resume FOLDER/r --batch-size -1 --out x",
         ],
         "settings": [b"lr=1e-3", b"a=[1,2,{'b': (3,)}]", b"x=" + b"(" * 400, b"x='" + b"a" * 100, b"x=-" + b"-" * 5000],
-    }  # fmt: skip
+    }
 
 
 def _images() -> list[bytes]:
@@ -213,10 +248,13 @@ def _huge_png() -> bytes:
 
 def _tars() -> Iterator[bytes]:
     for name, kind, size in (
-        ("../out.png", tarfile.REGTYPE, 4), ("/out.png", tarfile.REGTYPE, 4), ("link.png", tarfile.SYMTYPE, 0),
-        ("huge.png", tarfile.REGTYPE, 2**40), ("device.png", tarfile.CHRTYPE, 0),
+        ("../out.png", tarfile.REGTYPE, 4),
+        ("/out.png", tarfile.REGTYPE, 4),
+        ("link.png", tarfile.SYMTYPE, 0),
+        ("huge.png", tarfile.REGTYPE, 2**40),
+        ("device.png", tarfile.CHRTYPE, 0),
         ("a" * 300 + ".png", tarfile.REGTYPE, 4),
-    ):  # fmt: skip
+    ):
         member = tarfile.TarInfo(name)
         member.type, member.size, member.linkname = kind, size, "/etc/passwd"
         yield member.tobuf(tarfile.GNU_FORMAT) + b"data".ljust(512, b"\0") + bytes(1024)

@@ -57,8 +57,11 @@ def counted(monkeypatch):
 def test_records_hold_figures_and_protocol(tmp_path):
     records = run_cells(FEW, SMALL, Store(tmp_path))
     assert [(r["method"], r["domain"]) for r in records] == [
-        ("noadapt", "contrast"), ("eq7_sgd", "contrast"), ("noadapt", "fog"), ("eq7_sgd", "fog"),
-    ]  # fmt: skip
+        ("noadapt", "contrast"),
+        ("eq7_sgd", "contrast"),
+        ("noadapt", "fog"),
+        ("eq7_sgd", "fog"),
+    ]
     for r in records:
         assert r["images"] == 6
         assert r["sizes"] == [3, 3]
@@ -170,8 +173,10 @@ def test_work_that_several_experiments_ask_for_is_done_once_and_stored_for_each(
     records = run_cells(cells, SMALL, Store(tmp_path))
     assert counted == FEW[:1]
     assert [(r["experiment"], r["max_updates"]) for r in records] == [
-        ("corruptions", None), ("budgets", 1), ("budgets", 2),
-    ]  # fmt: skip
+        ("corruptions", None),
+        ("budgets", 1),
+        ("budgets", 2),
+    ]
     assert [r["remaining"] for r in records] == [None, 100 * records[0]["curve"][1] / 3, None]
     again = [dataclasses.replace(FEW[0], experiment="ablation", chosen_from=(1.0, 2.0))]
     [record] = run_cells(again, SMALL, Store(tmp_path))
@@ -210,9 +215,17 @@ def test_keys_tell_work_apart():
     ]
     assert len(set(same)) == 1
     changes = [
-        {"seed": 1}, {"method": "tent"}, {"batch_size": 4}, {"settings": (("lr", 1.0),)}, {"max_updates": 3},
-        {"training": TINY}, {"training": Training()}, {"alone": True}, {"data": "elsewhere"}, {"max_seconds": 1.0},
-    ]  # fmt: skip
+        {"seed": 1},
+        {"method": "tent"},
+        {"batch_size": 4},
+        {"settings": (("lr", 1.0),)},
+        {"max_updates": 3},
+        {"training": TINY},
+        {"training": Training()},
+        {"alone": True},
+        {"data": "elsewhere"},
+        {"max_seconds": 1.0},
+    ]
     others = [dataclasses.replace(cell, **change).key(SMALL) for change in changes]
     timed = dataclasses.replace(cell, alone=True).key(dataclasses.replace(SMALL, device="cuda"))
     setups = [cell.key(Setup(images=7)), cell.key(Setup(model="resnet18"))]
@@ -264,9 +277,11 @@ def test_experiments():
 def test_variants_have_lambda_and_images_of_their_own():
     found = experiment_cells("variants", Options(["tent", "mgtta"], variants=[variant("R=a"), variant("photos=b")]))
     assert [(c.domains[0], c.data, c.severity, dict(c.settings)) for c in found] == [
-        ("imagenet-r", "a", 0, {}), ("imagenet-r", "a", 0, {"trade_off": 0.2}), ("photos", "b", 0, {}),
+        ("imagenet-r", "a", 0, {}),
+        ("imagenet-r", "a", 0, {"trade_off": 0.2}),
         ("photos", "b", 0, {}),
-    ]  # fmt: skip
+        ("photos", "b", 0, {}),
+    ]
     with pytest.raises(ValueError, match="--variant imagenet-r=FOLDER"):
         experiment_cells("variants", Options(["tent"]))
     assert "variants" not in {c.experiment for c in experiment_cells("all", Options(["tent"]))}

@@ -102,9 +102,15 @@ def test_each_kind_of_stream_holds_what_its_name_says(tmp_path):
     assert domains["clean"] == ["clean"]
     assert len(domains["gradual"]) == 2 * 5
     assert images == {
-        "reset": 12, "continual": 12, "rounds": 3 * 2 * 4, "mixed": 12, "labels": 12, "one": 4, "gradual": 18 * 6,
+        "reset": 12,
+        "continual": 12,
+        "rounds": 3 * 2 * 4,
+        "mixed": 12,
+        "labels": 12,
+        "one": 4,
+        "gradual": 18 * 6,
         "clean": 6,
-    }  # fmt: skip
+    }
     assert {len(batch.x) for batch in batches["one"]} == {1}
     for name in ("fog", "contrast"):
         labels = torch.cat([batch.y for batch in batches["labels"] if batch.domain == name])

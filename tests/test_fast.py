@@ -45,8 +45,9 @@ def batches(n=4, size=8):
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("name", NAMES)
 def test_close_to_float32(name, net, low_memory):
-    exact, quick = (make(name, NETS[net](), precision=p, **more) for p, more in
-                    (("fp32", {}), ("bf16", {"low_memory": low_memory})))  # fmt: skip
+    exact, quick = (
+        make(name, NETS[net](), precision=p, **more) for p, more in (("fp32", {}), ("bf16", {"low_memory": low_memory}))
+    )
     assert (exact.precision, quick.precision) == ("fp32", "bf16")
     for x in batches():
         expected, found = exact(x), quick(x)
@@ -68,8 +69,10 @@ def test_gradients_in_8_bits(name, low_memory):
     for x in more:
         found, expected = rounded(x), method(x)
         assert (found - expected).norm() < 0.03 * expected.norm()
-    a, b = (torch.cat([p.flatten() for p in m.state_dict()["params"].values()] or [torch.ones(1)])
-            for m in (rounded, method))  # fmt: skip
+    a, b = (
+        torch.cat([p.flatten() for p in m.state_dict()["params"].values()] or [torch.ones(1)])
+        for m in (rounded, method)
+    )
     assert torch.equal(a, b) == (name == "noadapt")
 
 
@@ -267,14 +270,17 @@ def test_a_falling_rate_falls_by_updates_on_the_device(name):
 # --- the pieces
 
 
-@pytest.mark.parametrize("make_optimizer", [
-    lambda ps: torch.optim.SGD(ps, lr=0.1),
-    lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
-    lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
-    lambda ps: torch.optim.Adam(ps, lr=0.01),
-    lambda ps: mgtta.MGG(ps, random_generator(), lr=0.01),
-    lambda ps: mgtta.MGG(ps, random_generator(memory="lstm"), lr=0.01),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda ps: torch.optim.SGD(ps, lr=0.1),
+        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
+        lambda ps: torch.optim.Adam(ps, lr=0.01),
+        lambda ps: mgtta.MGG(ps, random_generator(), lr=0.01),
+        lambda ps: mgtta.MGG(ps, random_generator(memory="lstm"), lr=0.01),
+    ],
+)
 def test_flat_steps_are_the_optimizers_own(make_optimizer):
     torch.manual_seed(0)
     own, twins = ([torch.nn.Parameter(torch.linspace(0, 1, n)) for n in (3, 5)] for _ in range(2))
@@ -332,9 +338,14 @@ def test_which_networks_go_block_by_block():
     assert plain.ViT.fits(mgtta.load_model("glyphs_plain"))
     assert not plain.ViT.fits(mgtta.load_model("glyphs_vit"))  # its stem has BatchNorm
     for more in (
-        {"global_pool": "avg"}, {"reg_tokens": 2}, {"pre_norm": True}, {"qk_norm": True},
-        {"act_layer": torch.nn.ReLU}, {"dynamic_img_size": True}, {"norm_layer": timm.layers.RmsNorm},
-    ):  # fmt: skip
+        {"global_pool": "avg"},
+        {"reg_tokens": 2},
+        {"pre_norm": True},
+        {"qk_norm": True},
+        {"act_layer": torch.nn.ReLU},
+        {"dynamic_img_size": True},
+        {"norm_layer": timm.layers.RmsNorm},
+    ):
         net = timm.models.VisionTransformer(
             img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=CLASSES, **more
         )

@@ -373,7 +373,7 @@ def test_gather_with_batchnorm_needs_exact_steps():
 def test_single_images_keep_their_accuracy_on_characters():
     """The net has a BatchNorm layer in its stem, and learns from 16 single images at a time."""
     model = mgtta.load_model("glyphs_vit")
-    [batch] = stream(Domain("brightness", Glyphs(256, seed=5), "brightness", 5), batch_size=256)
+    [batch] = stream(Domain("brightness", Glyphs(128, seed=5), "brightness", 5), batch_size=128)
 
     def right(name, size, **settings):
         method = mgtta.create(name, model, **settings)

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from conftest import CLASSES, confident_vit, convnet, images
-from test_methods import CANNOT, make, same, stream
+from conftest import CLASSES, NETS, confident_vit, convnet, images
+from test_methods import make, same, stream, suitable
 
 import mgtta
 from mgtta._lib.files import read_tree, write_tree
@@ -44,11 +44,18 @@ def agreement(logits, model, x):
     return float((logits.argmax(1) == model(x).argmax(1)).float().mean())
 
 
-@pytest.fixture(params=recipes())
-def guarded(request, any_model):
-    if (request.param, request.node.callspec.params["any_model"]) in CANNOT:
-        pytest.skip("such a model cannot be taken")
-    return make(request.param, any_model, guard=OFTEN)
+PAIRS = [(name, "suitable") for name in recipes()] + [
+    ("tent", "batchnorm"),
+    ("mgtta", "batchnorm"),
+    ("tent", "groupnorm"),
+]
+
+
+@pytest.fixture(params=PAIRS, ids=["-".join(pair) for pair in PAIRS])
+def guarded(request):
+    name, net = request.param
+    module = suitable(name) if net == "suitable" else NETS[net]()
+    return make(name, mgtta.load_model(module), guard=OFTEN)
 
 
 def test_the_contract_holds_for_every_recipe(guarded, tmp_path):

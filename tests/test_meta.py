@@ -301,9 +301,20 @@ def test_meta_train_without_the_new_options_is_as_before(model, source):
 
 
 NORMS_OF_0_1 = [
-    1.8315287, 0.23782079, 0.054798115, 0.024835767, 0.059082117, 0.060042288, 1.9397498, 1.6370997, 2.8158426,
-    0.059697948, 2.8918748, 0.093391806, 0.83396059,
-]  # fmt: skip
+    1.8315287,
+    0.23782079,
+    0.054798115,
+    0.024835767,
+    0.059082117,
+    0.060042288,
+    1.9397498,
+    1.6370997,
+    2.8158426,
+    0.059697948,
+    2.8918748,
+    0.093391806,
+    0.83396059,
+]
 
 
 def test_streams_are_episodes_of_one_domain_of_changing_and_of_mixed_domains():
@@ -377,9 +388,19 @@ def test_meta_train_on_streams_lowers_the_objective():
         domains = [shifted(seed), (images(32, seed=70 + seed) * 0.5).clamp(0, 1)]
         deployed = {"lr": 3e-3, "pull": 0.05}
         trained = mgtta.meta_train(
-            model, source, domains, episodes="streams", episode_steps=16, steps=128, batch_size=4, mirror=True,
-            trade_off=0.8, seed=seed, progress=False, **deployed,
-        )  # fmt: skip
+            model,
+            source,
+            domains,
+            episodes="streams",
+            episode_steps=16,
+            steps=128,
+            batch_size=4,
+            mirror=True,
+            trade_off=0.8,
+            seed=seed,
+            progress=False,
+            **deployed,
+        )
         about = trained.about["training"]
         assert (about["episodes"], about["pull"], about["mirror"]) == ("streams", 0.05, True)
         assert trained.about["best"]["step"] == 128
@@ -402,9 +423,16 @@ def test_meta_train_on_streams_lowers_the_objective():
 def test_meta_train_on_streams_resumes_from_its_checkpoint_bit_for_bit(tmp_path, model, source, validated):
     validation = [Labelled(images(4, seed=t), torch.arange(4), "d") for t in range(2)] if validated else None
     options = {
-        "steps": 22, "episodes": "streams", "episode_steps": 4, "pull": 0.1, "mirror": True, "batch_size": 2,
-        "validation": validation, "progress": False, "seed": 3,
-    }  # fmt: skip
+        "steps": 22,
+        "episodes": "streams",
+        "episode_steps": 4,
+        "pull": 0.1,
+        "mirror": True,
+        "batch_size": 2,
+        "validation": validation,
+        "progress": False,
+        "seed": 3,
+    }
     domains = [shifted(0, n=8), shifted(1, n=6)]
     straight = mgtta.meta_train(model, source, domains, **options)
 

@@ -107,10 +107,18 @@ def test_without_records_the_error_says_what_to_do(tmp_path):
 def test_the_page_says_what_was_run_and_found():
     read = Reader(page.page(sections(everything()), EXAMPLES))
     for words in (
-        "Highest: mgtta, ", "95 % interval", "glyphs_vit (weights 01234567) on rendered characters",
-        "Not on the same footing", "71.3", "mgtta bench corruptions --out runs", "90 % sure",
-        "predicted and not learned", "clean", "before:", "Table 2, right",
-    ):  # fmt: skip
+        "Highest: mgtta, ",
+        "95 % interval",
+        "glyphs_vit (weights 01234567) on rendered characters",
+        "Not on the same footing",
+        "71.3",
+        "mgtta bench corruptions --out runs",
+        "90 % sure",
+        "predicted and not learned",
+        "clean",
+        "before:",
+        "Table 2, right",
+    ):
         assert words in read.text, words
     assert "skipped" in read.text
     assert "tent, in the domains in which it changed accuracy most" in read.text
@@ -134,10 +142,22 @@ def test_nothing_is_loaded_from_elsewhere():
 @pytest.mark.usefixtures("small")
 def test_text_of_records_is_never_markup():
     plain, hostile = (
-        Reader(page.page(sections([fake(text, text, settings={"a": text}, protocol=dict.fromkeys(
-            ("model", "weights", "data", "device", "command"), text))])))
+        Reader(
+            page.page(
+                sections(
+                    [
+                        fake(
+                            text,
+                            text,
+                            settings={"a": text},
+                            protocol=dict.fromkeys(("model", "weights", "data", "device", "command"), text),
+                        )
+                    ]
+                )
+            )
+        )
         for text in ("plain", HOSTILE)
-    )  # fmt: skip
+    )
     assert [tag for tag, _ in plain.elements] == [tag for tag, _ in hostile.elements]
     assert not any(name.startswith("on") for _, attributes in hostile.elements for name in attributes)
     assert HOSTILE in hostile.text
@@ -282,9 +302,16 @@ def browser(tmp_path_factory):
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
     for argument in (
-        "headless=new", "no-sandbox", "disable-gpu", "disable-background-networking", "disable-component-update",
-        "disable-sync", "no-first-run", "disable-dev-shm-usage", f"user-data-dir={tmp_path_factory.mktemp('profile')}",
-    ):  # fmt: skip
+        "headless=new",
+        "no-sandbox",
+        "disable-gpu",
+        "disable-background-networking",
+        "disable-component-update",
+        "disable-sync",
+        "no-first-run",
+        "disable-dev-shm-usage",
+        f"user-data-dir={tmp_path_factory.mktemp('profile')}",
+    ):
         options.add_argument(f"--{argument}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(driver))

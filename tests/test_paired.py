@@ -50,8 +50,10 @@ def test_differences_with_one_domain_are_over_seeds_and_with_one_pair_without_in
 def test_a_sentence_has_an_interval_from_five_on(seeds, domains):
     records = [
         fake(m, d, s, 50.0 + (s + i) % 2 * (1 if m == "mgtta" else -1))
-        for m in ("noadapt", "mgtta") for i, d in enumerate(domains) for s in range(seeds)
-    ]  # fmt: skip
+        for m in ("noadapt", "mgtta")
+        for i, d in enumerate(domains)
+        for s in range(seeds)
+    ]
     assert ": no clear difference." in headline(sections(records)[0])[1]
     fewer = [r for r in records if (r["seed"] if seeds > 1 else domains.index(r["domain"])) < 4]
     assert "too few pairs for a 95 % interval" in headline(sections(fewer)[0])[1]

@@ -45,8 +45,10 @@ def test_published_tables_agree_with_each_other():
     assert [t["rows"]["mgtta"]["8"] for t in tables("hidden-size")] == [average["mgtta"], on_r]
     tried = tables("learning-rate")[0]["rows"]
     assert {m: max(row.values()) for m, row in tried.items()} == {
-        "deyo": average["deyo"], "eq7_sgd": ablated["eq7_sgd"]["imagenet-c"], "mgtta": average["mgtta"],
-    }  # fmt: skip
+        "deyo": average["deyo"],
+        "eq7_sgd": ablated["eq7_sgd"]["imagenet-c"],
+        "mgtta": average["mgtta"],
+    }
 
 
 def test_published_tables_are_whole():
@@ -140,7 +142,8 @@ def test_the_footing_names_precision_seeds_rates_and_corruptions():
     [section] = sections([*table_1(["noadapt"], protocol=protocol), *table_1(["mgtta"], protocol=protocol, **swept)])
     words = "; ".join(beside(section)[0].differs)
     for part in (
-        "precision: tf32; the paper does not state its own", f"corruptions: {made}; the paper's: as published",
+        "precision: tf32; the paper does not state its own",
+        f"corruptions: {made}; the paper's: as published",
         "learning rates of mgtta: each chosen from 2 on the validation corruptions",
-    ):  # fmt: skip
+    ):
         assert part in words

@@ -68,8 +68,10 @@ def test_what_cannot_be_compared_is_kept_apart():
     other_model = table_1(seeds=1, domains=("fog", "snow"), protocol={"model": "resnet18"})
     found = sections([*plain, *more_images, *other_model, *plain])
     assert [(s.records[0]["images"], s.records[0]["protocol"]["model"]) for s in found] == [
-        (1280, "glyphs_vit"), (512, "glyphs_vit"), (512, "resnet18"),
-    ]  # fmt: skip
+        (1280, "glyphs_vit"),
+        (512, "glyphs_vit"),
+        (512, "resnet18"),
+    ]
     assert [s.repeated for s in found] == [0, 6, 0]
     assert "6 records that repeat" in notes(found[1])
 
@@ -80,8 +82,10 @@ def test_rows_are_told_apart_by_what_differs_and_by_nothing_else():
     assert list(section.rows) == ["mgtta", "tent", "tent, lr 0.1"]
     limited = [fake("mgtta", experiment="runtime"), fake("mgtta", experiment="runtime", max_updates=20)]
     assert list(sections(limited)[0].rows) == ["mgtta", "mgtta, 20 updates"]
-    per_domain = [fake("mgtta", d, experiment="variants", severity=0, settings=s)
-                  for d, s in (("imagenet-r", {"trade_off": 0.2}), ("imagenet-a", {}))]  # fmt: skip
+    per_domain = [
+        fake("mgtta", d, experiment="variants", severity=0, settings=s)
+        for d, s in (("imagenet-r", {"trade_off": 0.2}), ("imagenet-a", {}))
+    ]
     assert list(sections(per_domain)[0].rows) == ["mgtta"]
 
 
@@ -187,11 +191,14 @@ def test_a_trained_generator_is_named_by_what_differs():
         return {"generator": text, "training_images": images, "hidden_size": size}
 
     shipped = {"generator": "imagenet"}
-    rows = [list(sections([fake("mgtta", protocol=p) for p in found])[0].rows) for found in (
-        [trained(128, 8), trained(128, 16)],
-        [shipped, trained(128, 8), trained(64, 16)],
-        [shipped, {"generator": "glyphs"}],
-    )]  # fmt: skip
+    rows = [
+        list(sections([fake("mgtta", protocol=p) for p in found])[0].rows)
+        for found in (
+            [trained(128, 8), trained(128, 16)],
+            [shipped, trained(128, 8), trained(64, 16)],
+            [shipped, {"generator": "glyphs"}],
+        )
+    ]
     assert rows == [
         ["mgtta, hidden size 8", "mgtta, hidden size 16"],
         ["mgtta", "mgtta, 128 training images, hidden size 8", "mgtta, 64 training images, hidden size 16"],
@@ -210,9 +217,11 @@ def test_a_sweeps_title_tells_its_stream_and_its_footing_the_validation_images()
     ]
     found = sections(records)
     assert [s.title.partition(": ")[2] for s in found] == [
-        "reset before each, batch 64", "reset before each, batch 2", "never reset, batch 64",
+        "reset before each, batch 64",
+        "reset before each, batch 2",
+        "never reset, batch 64",
         "mixed within each batch, batch 64",
-    ]  # fmt: skip
+    ]
     assert all("on other images;" in footing_words(s) for s in found)
     assert all(f"{s.title}\n\n| method" in markdown(records) for s in found)
     assert markdown(records[:1]).startswith("| method")

@@ -70,12 +70,24 @@ def test_every_piece_of_the_objective_changes_it(model):
         for seed in (2, 3):
             logits, value = loss(images(seed=seed))
         grads = torch.autograd.grad(value, model.params, allow_unused=True)
-        return logits, torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten()
-                                  for g, p in zip(grads, model.params, strict=True)])  # fmt: skip
+        return logits, torch.cat(
+            [
+                torch.zeros_like(p).flatten() if g is None else g.flatten()
+                for g, p in zip(grads, model.params, strict=True)
+            ]
+        )
 
     plain_logits, plain = gradient()
-    for change in ({"tokens": "patch"}, {"tokens": "both"}, {"history": 0.5}, {"entropy_weight": 0.0},
-                   {"balance": 1.0}, {"trade_off": 1.0}, {"late": True}, {"noisy": 1.0}):  # fmt: skip
+    for change in (
+        {"tokens": "patch"},
+        {"tokens": "both"},
+        {"history": 0.5},
+        {"entropy_weight": 0.0},
+        {"balance": 1.0},
+        {"trade_off": 1.0},
+        {"late": True},
+        {"noisy": 1.0},
+    ):
         logits, changed = gradient(**change)
         assert changed.isfinite().all()
         assert not torch.allclose(changed, plain), change

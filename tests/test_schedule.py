@@ -164,10 +164,19 @@ def test_a_state_in_the_middle_of_a_burst_goes_on(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(method.adapted.values(), third.adapted.values(), strict=True))
 
 
-@pytest.mark.parametrize("change", [
-    {"left": -1}, {"learned": None}, {"spread": float("nan")}, {"centre": torch.zeros(2, 2)},
-    {"centre": torch.tensor([float("nan")])}, {"mean": []}, {"mean": [torch.zeros(3)]}, {"rest": "a"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"left": -1},
+        {"learned": None},
+        {"spread": float("nan")},
+        {"centre": torch.zeros(2, 2)},
+        {"centre": torch.tensor([float("nan")])},
+        {"mean": []},
+        {"mean": [torch.zeros(3)]},
+        {"rest": "a"},
+    ],
+)
 def test_a_state_that_no_schedule_can_have_is_refused(change):
     method = make("tent")
     for t in range(3):

@@ -26,6 +26,8 @@ def test_parts(words, heading, row, tmp_path, monkeypatch):
     page = (tmp_path / "speed.md").read_text()
     assert heading in page
     assert row in page
-    assert all(part["command"].startswith("python benchmarks/speed.py --quick") for part in
-               json.loads((tmp_path / "speed.json").read_text()).values())  # fmt: skip
+    assert all(
+        part["command"].startswith("python benchmarks/speed.py --quick")
+        for part in json.loads((tmp_path / "speed.json").read_text()).values()
+    )
     assert (tmp_path / "growth_cpu.svg").exists() == ("growth" in words)
