@@ -17,14 +17,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, normalize
+from torch.nn.functional import normalize
 
 from mgtta.adaptation.method import OptimizerFactory
-from mgtta.adaptation.step import Pass
 from mgtta.losses import entropy
 from mgtta.methods._descent import Descent
 from mgtta.methods.eata import EATA
-from mgtta.methods.eta import redundancy_for
 from mgtta.methods.registry import FISHER, Paper, register
 from mgtta.methods.sar import SAR
 from mgtta.methods.tent import Tent
@@ -73,26 +71,8 @@ class EATACOME(EATA):
             model, optimizer, fisher=fisher, margin=margin, redundancy=redundancy, fisher_weight=fisher_weight
         )
 
-    def loss(self, x: Tensor) -> tuple[Pass, Tensor | None]:
-        logits = self.model(x)
-        E = entropy(opinion(logits))
-        weight = (self.margin * math.log(logits.shape[1]) - E.detach()).exp()
-        loss = self.ranks.mean((weight * E)[self.kept(logits)])
-        if loss is not None:
-            loss = loss + self.forgetting()
-        return Pass(logits), loss
-
-    def kept(self, logits: Tensor) -> Tensor:
-        """Return which images are reliable and not redundant: (N,) of bool."""
-        logits = logits.detach()
-        reliable = entropy(opinion(logits)) < self.margin * math.log(logits.shape[1])
-        if not len(self.probs):
-            return reliable
-        eps = self.redundancy
-        if eps is None:
-            eps = redundancy_for(logits.shape[1])
-        similarity = cosine_similarity(logits.softmax(-1), self.probs[None], dim=1)
-        return reliable & (similarity < eps)
+    def uncertainty(self, logits: Tensor) -> Tensor:
+        return entropy(opinion(logits))
 
 
 @register("sar_come", papers=[PAPER], descent=Descent(lr=1e-3), code=CODE, resnets=RESNETS)
@@ -102,18 +82,5 @@ class SARCOME(SAR):
     margin: E_0, in units of ln C.
     """
 
-    def loss(self, x: Tensor) -> tuple[Pass, Tensor | None]:
-        logits = self.model(x)
-        return Pass(logits), self.ranks.mean(entropy(opinion(logits))[self.reliable(logits)])
-
-    def reliable(self, logits: Tensor) -> Tensor:
-        """Return which images are reliable, from their logits (N, C) or opinions (N, C + 1): (N,) of bool."""
-        n_classes = self.model.num_classes
-        if logits.shape[1] == n_classes:
-            logits = opinion(logits)
-        return entropy(logits.detach()) < self.margin * math.log(n_classes)
-
-    def _sharpness_aware_step(self, x: Tensor, loss: Tensor, reliable: Tensor) -> None:
-        """Take SAR's step, in which the model at the perturbed point gives opinions."""
-        with self.model.register_forward_hook(lambda _model, _inputs, logits: opinion(logits)):
-            super()._sharpness_aware_step(x, loss, reliable)
+    def uncertainty(self, logits: Tensor) -> Tensor:
+        return entropy(opinion(logits))

@@ -66,15 +66,19 @@ class ETA(Method):
     def loss(self, x: Tensor) -> tuple[Pass, Tensor | None]:
         logits = self.model(x)
         kept = self.kept(logits)
-        E = entropy(logits)
+        E = self.uncertainty(logits)
         weight = (self.margin * math.log(logits.shape[1]) - E.detach()).exp()  # Eq. 3
         return Pass(logits), self.ranks.mean((weight * E)[kept])  # Eq. 2
+
+    def uncertainty(self, logits: Tensor) -> Tensor:
+        """Return E of each prediction, which is lowered and by which images are chosen: (N, C) -> (N,)."""
+        return entropy(logits)
 
     def kept(self, logits: Tensor) -> Tensor:
         """Where S(x) > 0 (Eq. 6): (N,) of bool."""
         logits = logits.detach()
         classes = logits.shape[1]
-        reliable = entropy(logits) < self.margin * math.log(classes)  # Eq. 3
+        reliable = self.uncertainty(logits) < self.margin * math.log(classes)  # Eq. 3
         if not len(self.probs):
             return reliable
         eps = self.redundancy

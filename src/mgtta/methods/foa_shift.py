@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.step import Pass
+from mgtta.methods._head import check_head, through_head
 from mgtta.methods.foa import PAPER
-from mgtta.methods.neo import check_head, through_head
 from mgtta.methods.registry import HEAD, SOURCE, register
 from mgtta.models.classifier import Classifier
 from mgtta.models.export import export_net
@@ -43,7 +43,7 @@ class FOAShift(Method):
     @torch.no_grad()
     def adapt(self, x: Tensor) -> Pass:
         if not self.checked:
-            check_head(self.model, x)
+            check_head(self.model, x, "it needs a head that reads the last norm")
             self.checked = True
         logits, e = self.model.embed(x)
         shift = self.shift()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mgtta.adaptation.method import OptimizerFactory
 from mgtta.adaptation.step import Pass
 from mgtta.methods._descent import Descent
+from mgtta.methods._head import check_head, through_head
 from mgtta.methods.mgtta import MGTTA, rate_of_the_paper
 from mgtta.methods.registry import GENERATOR, SOURCE, register
 from mgtta.models.classifier import Classifier
@@ -64,7 +65,8 @@ class MGTTAPlus(MGTTA):
     def views(self, x: Tensor) -> Tensor:
         """Return the images, and after them their mirror images: (2n, 3, H, W)."""
         if not self._checked:
-            self._check_head(x)
+            check_head(self.model, x, "give recentre=0")
+            self._checked = True
         if not self.mirror:
             return x
         x = self.model.pixels(x)
@@ -86,20 +88,18 @@ class MGTTAPlus(MGTTA):
         if not self.recentre:
             return seen.logits
         mean, _ = self._running(seen.features[-1])
-        return seen.logits + self._shift(mean, self.model.classes).to(seen.logits)
+        return seen.logits + self._shift(mean).to(seen.logits)
 
-    def _shift(self, mean: Tensor, classes: Tensor | None) -> Tensor:
-        """Return what is added to the logits of these classes if the stream's mean is this: recentre * W (mu - m)."""
-        weight = self.model.head.weight
-        if classes is not None:
-            weight = weight[classes]
-        return self.recentre * (weight.to(mean) @ (self.source.to(mean).mean[-1] - mean))
+    def _shift(self, mean: Tensor, every_class: bool = False) -> Tensor:
+        """Return what is added to the logits (C,) if the stream's mean is this: recentre * W (mu - m)."""
+        direction = self.source.to(mean).mean[-1] - mean
+        return self.recentre * through_head(self.model, direction, every_class)
 
     def export(self) -> nn.Module:
         """Return a copy of your own module with the adapted weights, and the shift in the bias of its head."""
         if not self.recentre:
             return super().export()
-        shift = self._shift(self.mean, None)
+        shift = self._shift(self.mean, every_class=True)
         return export_net(self.model, self.adapted, statistics=self.statistics, head_shift=shift)
 
     def observe(self, seen: Pass) -> None:
@@ -115,16 +115,3 @@ class MGTTAPlus(MGTTA):
         [n] = self.ranks.total([len(f) / (2 if self.mirror else 1)])
         rate = (n / (self.images + PRIOR_IMAGES + n)).clamp(min=n / (MEMORY_IMAGES + n))
         return self.mean.to(f).lerp(mean, rate.to(f)), self.images + n
-
-    @torch.no_grad()
-    def _check_head(self, x: Tensor) -> None:
-        """Check that the head takes what the last tap reads: the source's mean is known only there."""
-        _, features = self.model.features(x[:1])
-        _, taken = self.model.embed(x[:1])
-        last = features[-1]
-        if last.shape != taken.shape or not torch.allclose(last.to(taken), taken, equal_nan=True):
-            raise ValueError(
-                f"the head of {self.model.name} takes other features than its last normalisation layer gives, so the "
-                "source's mean before the head is not known: give recentre=0"
-            )
-        self._checked = True

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.step import Pass
+from mgtta.methods._head import check_head, through_head
 from mgtta.methods.registry import HEAD, Paper, register
 from mgtta.models.classifier import Classifier
 from mgtta.models.export import export_net
@@ -57,7 +58,7 @@ class NEO(Method):
     @torch.no_grad()
     def adapt(self, x: Tensor) -> Pass:
         if not self.checked:
-            check_head(self.model, x)
+            check_head(self.model, x, "take neo without source")
             self.checked = True
         logits, z = self.model.embed(x)
         if logits.isfinite().all() and z.isfinite().all():
@@ -84,24 +85,3 @@ class NEO(Method):
     def load_own_state(self, own: Any) -> None:
         super().load_own_state(own)
         self.images = own["images"]
-
-
-def through_head(model: Classifier, direction: Tensor, every_class: bool = False) -> Tensor:
-    """Return what a move of the head's input (D,) adds to the logits (C,)."""
-    weight = model.head.weight
-    if model.classes is not None and not every_class:
-        weight = weight[model.classes]
-    return weight @ direction
-
-
-@torch.no_grad()
-def check_head(model: Classifier, x: Tensor) -> None:
-    """Check that the head takes what the last tap reads: the source's mean is known only there."""
-    _, features = model.features(x[:1])
-    _, taken = model.embed(x[:1])
-    last = features[-1]
-    if last.shape != taken.shape or not torch.allclose(last.to(taken), taken, equal_nan=True):
-        raise ValueError(
-            f"the head of {model.name} takes other features than its last normalisation layer gives, so the source's "
-            "mean before the head is not known: take neo without source"
-        )

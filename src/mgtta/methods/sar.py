@@ -70,11 +70,15 @@ class SAR(Method):
     def loss(self, x: Tensor) -> tuple[Pass, Tensor | None]:
         logits = self.model(x)
         reliable = self.reliable(logits)  # Eq. 2
-        return Pass(logits), self.ranks.mean(entropy(logits)[reliable])
+        return Pass(logits), self.ranks.mean(self.uncertainty(logits)[reliable])
+
+    def uncertainty(self, logits: Tensor) -> Tensor:
+        """Return E of each prediction, which is lowered and by which images are chosen: (N, C) -> (N,)."""
+        return entropy(logits)
 
     def reliable(self, logits: Tensor) -> Tensor:
         """S(x) of Eq. 2: (N,) of bool."""
-        return entropy(logits.detach()) < self.margin * math.log(logits.shape[1])
+        return self.uncertainty(logits.detach()) < self.margin * math.log(logits.shape[1])
 
     def adapt(self, x: Tensor) -> Pass:
         seen, loss = self.loss(x)
@@ -95,7 +99,7 @@ class SAR(Method):
                 logits = self.model(x)
                 again = reliable & self.reliable(logits)  # the filter once more, at the perturbed point
                 finite = self.ranks.all(logits.isfinite().all())
-                second = self.ranks.mean(entropy(logits)[again]) if finite else None
+                second = self.ranks.mean(self.uncertainty(logits)[again]) if finite else None
                 grads = self.engine.gradients(second) if second is not None else None  # Eq. 5
             self.optimizer.zero_grad()
             if finite and second is None:
