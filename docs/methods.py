@@ -31,7 +31,11 @@ def described(recipe: Recipe) -> str:
     needs = ", ".join(recipe.needs) or "nothing besides the model"
     lines = [f"### {recipe.name}", "", recipe.what, ""]
     lines += [f"- **Paper:** {paper(title, number)}" for title, number in recipe.papers]
-    lines += [f"- **Needs:** {needs}", f"- {followed(recipe)} {listed(recipe.settings) or 'none'}"]
+    lines += [
+        f"- **Kind:** {recipe.kind}",
+        f"- **Needs:** {needs}",
+        f"- {followed(recipe)} {listed(recipe.settings) or 'none'}",
+    ]
     if recipe.resnets:
         lines.append(f"- **For {RESNETS}:** {listed(recipe.resnets)}")
     if recipe.mgtta is not None:

@@ -44,7 +44,7 @@ def tables() -> list[Table]:
 def _methods() -> Table:
     from mgtta.methods.registry import recipes
 
-    columns = ("method", "what it is", "needs", "settings: the authors'", "the MGTTA paper's, if others")
+    columns = ("method", "what it is", "kind", "needs", "settings: the authors'", "the MGTTA paper's, if others")
     table = Table(*columns, title="methods: mgtta.create(name, model, ...); name@mgtta has the MGTTA paper's settings")
     for recipe in recipes().values():
         own = recipe.settings
@@ -54,7 +54,7 @@ def _methods() -> Table:
         papers = "not run there"
         if recipe.mgtta is not None:
             papers = _words({key: value for key, value in recipe.mgtta.items() if value != own[key]})
-        table.add_row(recipe.name, recipe.what, ", ".join(recipe.needs) or "nothing", authors, papers)
+        table.add_row(recipe.name, recipe.what, recipe.kind, ", ".join(recipe.needs) or "nothing", authors, papers)
     return table
 
 

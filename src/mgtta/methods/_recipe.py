@@ -119,6 +119,13 @@ class Recipe:
         return self.make if isinstance(self.make, type) else get_type_hints(self.make)["return"]
 
     @property
+    def kind(self) -> str:
+        """How it adapts: by gradients, by forward passes only, or each batch by itself."""
+        if self.descent is not None:
+            return "gradient"
+        return "episodic" if GRADIENTS in self.needs else "forward only"
+
+    @property
     def works_with(self) -> dict[str, bool]:
         """Option of every method -> True if the recipe takes it, False if `create` or `export` refuses it by name."""
         pure = issubclass(self.method, ObjectiveMethod)
