@@ -16,6 +16,7 @@ from test_methods import RECIPES, make, suitable
 import mgtta
 from mgtta.adaptation.wrapper import innermost
 from mgtta.data.glyphs import Glyphs
+from mgtta.data.streams import corrupted, stream
 from mgtta.serve.store import StateFolder, check_name
 from mgtta.serve.stream import Stream
 from mgtta.serve.streams import ClosedError, Limits, OverloadedError, Streams, UnknownStreamError
@@ -419,10 +420,8 @@ def test_limits_are_checked():
 
 
 @pytest.mark.slow
-def test_characters_in_fog_are_read_better_after_a_while(tmp_path):
-    from mgtta.data.streams import corrupted, stream
-
-    batches = list(stream(corrupted(Glyphs(512), ["fog"]), batch_size=16))
+def test_characters_in_noise_are_read_better_than_by_the_source_model(tmp_path):
+    batches = list(stream(corrupted(Glyphs(512), ["gaussian_noise"]), batch_size=16))
     source = mgtta.load_model("glyphs_vit")
     method = template("mgtta+", source, source="glyphs_vit", mirror=False)
     right = {"served": 0, "source": 0}

@@ -21,6 +21,10 @@ MEMORY_IMAGES = 640  # of the running mean of the entropy
 KEEP_BATCHES = 4  # updates' worth of images that wait at most; the oldest are dropped
 
 
+class CannotExportError(ValueError):
+    """No network predicts as this method does."""
+
+
 class Answer(NamedTuple):
     """What a stream says about images."""
 
@@ -127,7 +131,10 @@ class Stream:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the adapted network's weights."""
-        state = self.method.export().state_dict()
+        try:
+            state = self.method.export().state_dict()
+        except ValueError as error:
+            raise CannotExportError(str(error)) from error
         return {name: t.detach().cpu().contiguous().clone() for name, t in state.items()}
 
     def report(self) -> dict[str, Any]:

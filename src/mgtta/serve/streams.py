@@ -461,7 +461,8 @@ class Streams:
             self._closing = True
             for queue in self._queues.values():
                 for work in queue.work:
-                    work.future.cancel()
+                    if work.future.set_running_or_notify_cancel():
+                        work.future.set_exception(ClosedError("the service has failed: restart it"))
             self._queues.clear()
             self._queued_images = 0
 
