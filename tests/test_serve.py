@@ -248,6 +248,7 @@ def test_streams_are_saved_after_some_time(tmp_path):
     with serving(tmp_path, wait_seconds=0, save_seconds=0.05) as streams:
         ask(streams, "a", pictures(1))
         until(lambda: streams.totals["saves"] == 1)
+        until(lambda: streams.report("a").result(WAIT_SECONDS)["bytes"] > 0)
         ask(streams, "a", pictures(1))
         until(lambda: streams.totals["saves"] == 2)
 

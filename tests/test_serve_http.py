@@ -1,7 +1,12 @@
 """The service over HTTP: endpoints, limits, tokens, and a server that is killed."""
 
 import io
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -13,8 +18,11 @@ from PIL import Image
 from test_serve import SIDE, WAIT_SECONDS, pictures, tent, until
 
 import mgtta
+from mgtta.cli import main
+from mgtta.data.glyphs import CLASSES, Glyphs
 from mgtta.data.images import ImageError
 from mgtta.serve.app import create_app
+from mgtta.serve.client import Client, ServiceError
 from mgtta.serve.intake import HttpLimits
 from mgtta.serve.pictures import batch_of
 from mgtta.serve.streams import Limits, Streams
@@ -302,3 +310,119 @@ def test_labels_are_counted(tmp_path):
         pytest.raises(ValueError, match="3 labels for 10 classes"),
     ):
         create_app(streams, labels=["a", "b", "c"])
+
+
+# --- a real server
+
+
+def start(folder, *words):
+    """Start `mgtta serve` on a free port; return the process and its address."""
+    command = [sys.executable, "-m", "mgtta", "serve", "--state", str(folder), "--port", "0", "--device", "cpu", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    line = process.stdout.readline()
+    assert " at http://127.0.0.1:" in line, line + process.stdout.read()
+    return process, line.split()[-1]
+
+
+def stop(process, with_signal):
+    process.send_signal(with_signal)
+    said = process.communicate(timeout=WAIT_SECONDS)[0]
+    return process.returncode, said
+
+
+def characters(n, first=0):
+    images = Glyphs(first + n)
+    return [images[i][0].permute(1, 2, 0).numpy() for i in range(first, first + n)]
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_goes_on_with_its_streams(tmp_path):
+    process, address = start(tmp_path, "--save-seconds", "0.1")
+    try:
+        client = Client(address)
+        answer = client.predict("camera-1", characters(32))
+        labels = [p["label"] for p in answer["predictions"]]
+        expected = [CLASSES[int(y)] for y in Glyphs(32).labels]
+        assert sum(a == b for a, b in zip(labels, expected, strict=True)) > 16
+        client.predict("camera-2", [encoded(torch.from_numpy(x).permute(2, 0, 1)) for x in characters(1)])
+        until(lambda: client.report("camera-1")["updates"] == 1)
+        until(lambda: all(client.report(f"camera-{i}")["bytes"] for i in (1, 2)))
+        time.sleep(1)
+    finally:
+        code, _ = stop(process, signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    process, address = start(tmp_path)
+    try:
+        client = Client(address)
+        assert [s["stream"] for s in client.streams()] == ["camera-1", "camera-2"]
+        assert client.report("camera-1")["images"] == 32
+        assert client.predict("camera-1", characters(16, first=32))["updates"] == 1
+        until(lambda: client.report("camera-1")["updates"] == 2)
+        assert client.freeze("camera-1")["frozen"]
+        client.export("camera-1", tmp_path / "adapted.safetensors")
+        mgtta.load_model("glyphs_vit", checkpoint=tmp_path / "adapted.safetensors")
+    finally:
+        code, said = stop(process, signal.SIGTERM)
+    assert code == 143, said
+    assert said == ""
+    process, address = start(tmp_path)
+    try:
+        report = Client(address).report("camera-1")
+        assert (report["images"], report["updates"], report["frozen"]) == (48, 2, True), "SIGTERM saves"
+    finally:
+        stop(process, signal.SIGTERM)
+
+
+@pytest.mark.slow
+def test_a_server_with_a_token_and_a_body_that_does_not_come(tmp_path):
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    process, address = start(tmp_path / "state", "--token", str(token), "--method", "noadapt")
+    try:
+        with pytest.raises(ServiceError, match="401: send the service's token"):
+            Client(address).streams()
+        client = Client(address, token="s3cret")
+        with pytest.raises(ServiceError, match="400: cannot read image 0") as caught:
+            client.predict("a", b"no image")
+        assert caught.value.status == 400
+        assert caught.value.retry_seconds is None
+        host, port = address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as slow:
+            slow.sendall(
+                b"POST /v1/streams/a/predict HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer s3cret\r\n"
+                b"Content-Length: 99\r\n\r\nx"
+            )
+        assert client.streams() == []
+    finally:
+        code, said = stop(process, signal.SIGTERM)
+    assert (code, said) == (143, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--host", "0.0.0.0"], "name a file with a token, --token FILE"),
+        (["--labels", "LABELS"], "2 labels for 30 classes"),
+        (["--set", "guard=True"], "--guard"),
+        (["--set", "schedule=auto"], "--schedule"),
+        (["--token", "EMPTY"], "is empty: write a long random token into it"),
+        (["--model", "vit_tiny_patch16_224"], "source statistics are needed: --source FILE"),
+        (["--port", "TAKEN"], "name another --port"),
+    ],
+)
+def test_mistakes_are_named_before_anything_listens(tmp_path, capsys, monkeypatch, words, message):
+    (tmp_path / "labels").write_text("a\nb\n")
+    (tmp_path / "empty").write_text("\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        known = {"LABELS": str(tmp_path / "labels"), "EMPTY": str(tmp_path / "empty")}
+        known["TAKEN"] = str(taken.getsockname()[1])
+        words = [known.get(word, word) for word in words]
+        common = ["mgtta", "serve", "--state", str(tmp_path / "s"), "--device", "cpu", "--port", "0"]
+        monkeypatch.setattr(sys, "argv", [*common, *words])
+        monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: pytest.fail("it listens"))
+        before = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(SystemExit) as caught:
+            main()
+        signal.signal(signal.SIGTERM, before)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err

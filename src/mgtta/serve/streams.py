@@ -454,6 +454,8 @@ class Streams:
         stream.bytes = own_bytes(stream.method, self.method)
         self.store.save(stream)
         self.totals["saves"] += 1
+        with self._change:
+            self._reports[stream.name] = stream.report()
 
     def _cancel_all(self) -> None:
         """Refuse what still waits: only after a failure there is any."""
