@@ -1,12 +1,17 @@
 """The service over HTTP: endpoints, limits, tokens, and a server that is killed."""
 
 import io
+import json
+import re
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -320,7 +325,8 @@ def start(folder, *words):
     command = [sys.executable, "-m", "mgtta", "serve", "--state", str(folder), "--port", "0", "--device", "cpu", *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     line = process.stdout.readline()
-    assert " at http://127.0.0.1:" in line, line + process.stdout.read()
+    if " at http://127.0.0.1:" not in line:
+        pytest.fail(line + stop(process, signal.SIGKILL)[1])
     return process, line.split()[-1]
 
 
@@ -426,3 +432,25 @@ def test_mistakes_are_named_before_anything_listens(tmp_path, capsys, monkeypatc
         signal.signal(signal.SIGTERM, before)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_work_as_they_stand(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parent.parent / "docs" / "serve.md").read_text()
+    [draw] = re.findall(r"^python -c \"(.*)\"$", page, re.MULTILINE)
+    [curl] = re.findall(r"^curl .*$", page, re.MULTILINE)
+    [block] = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    process, address = start(tmp_path / "state")
+    try:
+        exec(draw, {})
+        if shutil.which("curl"):
+            words = shlex.split(curl.replace("http://127.0.0.1:8000", address))
+            answer = json.loads(subprocess.run(words, capture_output=True, check=True, text=True).stdout)
+            [told] = re.findall(r"^```json\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+            assert answer.keys() == json.loads(told).keys()
+            assert answer["predictions"][0].keys() == json.loads(told)["predictions"][0].keys()
+        exec(block.replace("http://127.0.0.1:8000", address), {})
+        assert "'stream': 'camera-1'" in capsys.readouterr().out
+    finally:
+        stop(process, signal.SIGTERM)

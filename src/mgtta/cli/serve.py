@@ -1,7 +1,7 @@
 """`mgtta serve`: the options of `mgtta.serve.run.serve`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,7 +17,7 @@ Host = Annotated[str, typer.Option(help="Address to listen on; one that others c
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any that is free.")]
 Token = Annotated[Path | None, typer.Option(help="File with the token that clients must send.")]
 LoadedStreams = Annotated[int, typer.Option(min=1, help="Streams in memory; others are saved, and loaded again.")]
-SaveSeconds = Annotated[float, typer.Option(min=0.01, help="Seconds of changes that a kill loses, at most.")]
+SaveSeconds = Annotated[float, typer.Option(min=0, help="Seconds of changes that a kill loses, at most.")]
 
 
 def serve(
@@ -58,7 +58,7 @@ def serve(
         if source is None:
             raise ValueError("source statistics are needed: --source FILE, which `mgtta source` writes")
         chosen["source"] = mgtta.load_source(source)
-    arguments = {} if num_classes is None else {"num_classes": num_classes}
+    arguments: dict[str, Any] = {} if num_classes is None else {"num_classes": num_classes}
     classifier = mgtta.load_model(model, checkpoint=checkpoint, **arguments).to(device_of(device))
     with plain_warnings():
         run.serve(

@@ -74,9 +74,9 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            least = 0 if name in ("wait_seconds", "learn_seconds") else 1
-            if isinstance(value, float) and least == 1:
-                least = 0.01
+            least = 1
+            if name.endswith("_seconds"):
+                least = 0
             if not value >= least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
 
