@@ -146,7 +146,7 @@ def test_one_stream_does_not_change_another(tmp_path):
 def test_learning_is_done_in_small_portions_between_answers(tmp_path, monkeypatch):
     learned = []
     monkeypatch.setattr(Stream, "learn", lambda stream: (learned.append(stream.name), stream.kept.clear()))
-    with serving(tmp_path, wait_seconds=0, learn_seconds=0) as streams:
+    with serving(tmp_path, wait_seconds=0, pause_seconds=0) as streams:
         futures = [streams.predict(name, pictures(4)) for name in "abcd"]
         wait(futures, WAIT_SECONDS)
         until(lambda: len(learned) == 4)

@@ -26,6 +26,7 @@ import mgtta
 from mgtta.cli import main
 from mgtta.data.glyphs import CLASSES, Glyphs
 from mgtta.data.images import ImageError
+from mgtta.serve import run
 from mgtta.serve.app import create_app
 from mgtta.serve.client import Client, ServiceError
 from mgtta.serve.intake import HttpLimits
@@ -402,6 +403,11 @@ def test_a_server_with_a_token_and_a_body_that_does_not_come(tmp_path):
     finally:
         code, said = stop(process, signal.SIGTERM)
     assert (code, said) == (143, "")
+
+
+def test_answers_are_sent_at_once():
+    with run._listen("127.0.0.1", 0) as listening:
+        assert listening.proto == socket.IPPROTO_TCP, "asyncio sets TCP_NODELAY only on such sockets"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import asyncio
 import hmac
 import html
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
@@ -21,7 +21,9 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
 from safetensors.torch import save
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import Tensor
 
 from mgtta import __version__
@@ -236,7 +238,7 @@ def create_app(
     app.add_api_route("/healthz", web.health, methods=["GET"])
     app.add_api_route("/docs", lambda: HTMLResponse(_page(app.openapi())), methods=["GET"], include_in_schema=False)
     _add_errors(app)
-    _add_checks(app, web)
+    app.add_middleware(Checks, web=web)
     return app
 
 
@@ -275,23 +277,33 @@ def _add_errors(app: FastAPI) -> None:
         return JSONResponse({"error": f"there is no stream {error.args[0]!r}: its first images begin it"}, 404)
 
 
-def _add_checks(app: FastAPI, web: Web) -> None:
-    """Refuse requests that a web page of another site has sent; count all requests by status."""
+class Checks:
+    """Refuses requests that a web page of another site has sent, and counts all requests by status."""
 
-    @app.middleware("http")
-    async def check(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        if _is_foreign(request, web.token):
-            response: Response = JSONResponse({"error": "this request comes from the page of another site"}, 403)
-        else:
-            response = await call_next(request)
-        web.metrics.requests.labels(str(response.status_code)).inc()
-        return response
+    def __init__(self, app: ASGIApp, web: Web):
+        self.app = app
+        self.web = web
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.web.metrics.requests.labels(str(message["status"])).inc()
+            await send(message)
+
+        app = self.app
+        if _is_foreign(Headers(scope=scope), self.web.token):
+            app = JSONResponse({"error": "this request comes from the page of another site"}, 403)
+        await app(scope, receive, counted)
 
 
-def _is_foreign(request: Request, token: str | None) -> bool:
+def _is_foreign(headers: Headers, token: str | None) -> bool:
     """Return whether a browser sends this for another site. Without a token, only names of this machine are asked."""
-    host = request.headers.get("host", "")
-    origin = request.headers.get("origin")
+    host = headers.get("host", "")
+    origin = headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != host:
         return True
     return token is None and urlsplit(f"//{host}").hostname not in LOCAL_HOSTS

@@ -61,7 +61,7 @@ def serve(
 def _listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens; raise an error that names the port if it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family)
+    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sends at once only if it is named
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind((host, port))

@@ -1,8 +1,9 @@
 """The service without the web: many named streams, each with its own adapted state over one frozen model.
 
 One thread does all computing, in rounds. In a round, each stream that has work gets one turn: a batch of its waiting
-images is predicted and answered. After the round, updates run for `learn_seconds`; the last one may take longer. So an
-answer waits for learning at most `learn_seconds` and one update, and a save, before the round that it is in.
+images is predicted and answered. After the round, updates and saves run for `pause_seconds`; the last update and the
+last save may end later. So an answer waits for learning at most `pause_seconds`, one update and one save, before the
+round that it is in.
 
 Images of one stream are gathered into a batch until there are `batch_images` of them, or the first has waited
 `wait_seconds`. At most `loaded_streams` streams are in memory. The one that was used least recently is saved and leaves
@@ -63,7 +64,7 @@ class Limits:
 
     batch_images: int = 64  # in one turn of a stream, and in one request
     wait_seconds: float = 0.005
-    learn_seconds: float = 0.1
+    pause_seconds: float = 0.1
     loaded_streams: int = 64
     streams: int = 1000  # that are known, loaded or saved
     queue_images: int = 2048  # that wait in all streams together
@@ -295,8 +296,8 @@ class Streams:
                 for name in turns:
                     self._turn(name)
                 began = time.monotonic()
-                self._learn()
-                self._save_due()
+                self._learn(began + self.limits.pause_seconds)
+                self._save_due(began + self.limits.pause_seconds)
                 self.longest_pause_seconds = max(self.longest_pause_seconds, time.monotonic() - began)
             for stream in self._loaded.values():
                 self._save(stream)
@@ -367,9 +368,8 @@ class Streams:
         shares = answer.probabilities.split([len(x) for x in parts])
         return [answer._replace(probabilities=share) for share in shares]
 
-    def _learn(self) -> None:
-        """Make updates where they are due; the stream that has waited longest comes first."""
-        end = time.monotonic() + self.limits.learn_seconds
+    def _learn(self, end: float) -> None:
+        """Make updates where they are due, at least one; the stream that has waited longest comes first."""
         while self._due:
             name, _ = self._due.popitem(last=False)
             stream = self._loaded.get(name)
@@ -429,14 +429,15 @@ class Streams:
                 times[name] = stream.changed_at + limits.save_seconds
         return times
 
-    def _save_due(self) -> None:
-        """Save the stream whose time is up longest; the others follow after the next round."""
+    def _save_due(self, end: float) -> None:
+        """Save the streams whose time is up, at least one; the others follow after the next round."""
         times = self._save_times()
-        if not times:
-            return
-        name = min(times, key=times.__getitem__)
-        if times[name] <= time.monotonic():
+        for name in sorted(times, key=times.__getitem__):
+            if times[name] > time.monotonic():
+                return
             self._save(self._loaded[name])
+            if time.monotonic() >= end:
+                return
 
     def _save(self, stream: Stream) -> None:
         """Save a stream that has changed. If the disk fails, try again after `save_seconds`."""
