@@ -175,6 +175,22 @@ def test_shifts_are_told_and_a_domain_that_returns_is_recalled():
     assert not any(shifted[:10])
 
 
+def test_a_failure_of_the_thread_is_told_and_what_was_learned_is_saved(tmp_path, monkeypatch):
+    streams = serving(tmp_path, wait_seconds=0, save_seconds=1000)
+    ask(streams, "a", pictures(4))
+    until(lambda: streams.totals["updates"] == 1)
+    until(lambda: streams.totals["saves"] == 1)
+    monkeypatch.setattr(streams, "_learn", lambda _: 1 / 0)
+    ask(streams, "a", pictures(1))
+    until(lambda: not streams.working)
+    with pytest.raises(ClosedError):
+        streams.predict("a", pictures(1))
+    streams.close()
+    with serving(tmp_path) as again:
+        report = again.report("a").result(WAIT_SECONDS)
+    assert (report["images"], report["updates"]) == (5, 1)
+
+
 @pytest.mark.parametrize("name", ["noadapt", "t3a"])
 def test_methods_without_gradients_are_served(tmp_path, name):
     method = template(name, mgtta.load_model(confident_vit()))

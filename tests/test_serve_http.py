@@ -201,6 +201,13 @@ def test_overload_is_429_with_retry_after(tmp_path):
         waiting.join(WAIT_SECONDS)
 
 
+def test_what_is_refused_is_not_read(tmp_path, monkeypatch):
+    with Served(tmp_path, streams=1) as served:
+        served.predict(encoded(pictures(1)[0]))
+        monkeypatch.setattr("mgtta.serve.app.batch_of", lambda *_, **__: pytest.fail("it was decoded"))
+        assert served.predict(encoded(pictures(1)[0]), name="b").status_code == 429
+
+
 def test_an_answer_that_takes_too_long_is_503_and_not_learned_from(tmp_path):
     with Served(tmp_path, http={"answer_seconds": 0.05}, wait_seconds=0.5) as served:
         reply = served.predict(encoded(pictures(1)[0]))

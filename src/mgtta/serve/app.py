@@ -128,7 +128,7 @@ class Web:
 
     async def predict(self, name: str, request: Request) -> Response:
         """Predict one image or several, and learn from them. A new name begins a new stream."""
-        _checked(name)
+        self.streams.check_room(_checked(name))  # what will be refused is not read
         most = self.streams.limits.batch_images
         async with self.intake.files(request, most) as files:
             began = time.perf_counter()

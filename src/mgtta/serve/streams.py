@@ -64,7 +64,7 @@ class Limits:
 
     batch_images: int = 64  # in one turn of a stream, and in one request
     wait_seconds: float = 0.005
-    pause_seconds: float = 0.1
+    pause_seconds: float = 0.5
     loaded_streams: int = 64
     streams: int = 1000  # that are known, loaded or saved
     queue_images: int = 2048  # that wait in all streams together
@@ -176,6 +176,12 @@ class Streams:
             queue.work.append(work)
             self._change.notify()
         return work.future
+
+    def check_room(self, name: str) -> None:
+        """Raise what `predict` would for one image, before it is read."""
+        check_name(name)
+        with self._change:
+            self._check_room(name, 1)
 
     def names(self) -> list[str]:
         """Return the names of all streams, loaded or saved."""
@@ -293,19 +299,23 @@ class Streams:
     def _run(self) -> None:
         try:
             while (turns := self._next_round()) is not None:
-                for name in turns:
-                    self._turn(name)
-                began = time.monotonic()
-                self._learn(began + self.limits.pause_seconds)
-                self._save_due(began + self.limits.pause_seconds)
-                self.longest_pause_seconds = max(self.longest_pause_seconds, time.monotonic() - began)
-            for stream in self._loaded.values():
-                self._save(stream)
+                self._round(turns)
         except BaseException:
             log.exception("the service has failed")
-            raise
         finally:
-            self._cancel_all()
+            self._refuse_all()
+            for stream in self._loaded.values():
+                self._save(stream)
+
+    def _round(self, turns: list[str]) -> None:
+        """Answer each of these streams once; then learn and save for a while."""
+        for name in turns:
+            self._turn(name)
+        began = time.monotonic()
+        end = began + self.limits.pause_seconds
+        self._learn(end)
+        self._save_due(end)
+        self.longest_pause_seconds = max(self.longest_pause_seconds, time.monotonic() - began)
 
     def _next_round(self) -> list[str] | None:
         """Wait for work; return the streams that are ready, in their order. None: closed, and nothing is left."""
@@ -458,7 +468,7 @@ class Streams:
         with self._change:
             self._reports[stream.name] = stream.report()
 
-    def _cancel_all(self) -> None:
+    def _refuse_all(self) -> None:
         """Refuse what still waits: only after a failure there is any."""
         with self._change:
             self._closing = True
