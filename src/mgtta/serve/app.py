@@ -206,8 +206,9 @@ class Web:
 
     async def health(self) -> Response:
         """Answer 200 while requests are taken, 503 otherwise."""
-        working = self.streams.working
-        return JSONResponse({"status": "ok" if working else "stopping"}, 200 if working else 503)
+        if not self.streams.working:
+            return JSONResponse({"status": "stopping"}, 503)
+        return JSONResponse({"status": "ok"})
 
     async def figures(self) -> Response:
         """Send figures for Prometheus."""

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from mgtta.adaptation.gathered import Gathered
-from mgtta.adaptation.recalled import Recalled
+from mgtta.adaptation.recalled import Domains, Recalled
+from mgtta.adaptation.shift import ShiftDetector
 from mgtta.adaptation.wrapper import Adapting, Wrapper, innermost
 
 MEMORY_IMAGES = 640  # of the running mean of the entropy
@@ -76,20 +77,11 @@ class Stream:
 
     def answer(self, x: Tensor) -> Answer:
         """Predict the images, keep them for an update, and look for a shift."""
-        recall = _recall(self.method)
-        before = recall.domains if recall else None
-        present = before.present if before else None
-        known = [known.detector for known in before.known] if before else []
+        before = _place(self.method)
         logits = self.method.step(x, learn=not self.gather).logits
         if not bool(logits.isfinite().all()):
             raise RuntimeError(f"stream {self.name!r} gives invalid predictions: reset it")
-        shifted = False
-        if recall and recall.domains is before and before is not None and before.present is not present:
-            shifted = True
-            self.shifts += 1
-            if any(before.present is detector for detector in known):
-                self.recalled += 1
-                self.drop_kept()  # they are of the domain that has ended
+        shifted = self._note_shift(before)
         probabilities = logits.softmax(1).cpu()
         self._follow(probabilities)
         if self.gather and not self.method.paused and not self.method.spent:
@@ -179,6 +171,19 @@ class Stream:
         if self.changed_at is None:
             self.changed_at = time.monotonic()
 
+    def _note_shift(self, before: "Place | None") -> bool:
+        """Count a change of the domain since `before`; return whether there was one."""
+        now = _place(self.method)
+        if before is None or now is None:
+            return False
+        if now.domains is not before.domains or now.present is before.present:
+            return False
+        self.shifts += 1
+        if any(now.present is detector for detector in before.known):
+            self.recalled += 1
+            self.drop_kept()  # they are of the domain that has ended
+        return True
+
     def _follow(self, probabilities: Tensor) -> None:
         found = float(torch.special.entr(probabilities).sum(1).mean())
         if not math.isfinite(found):
@@ -205,6 +210,17 @@ def _gather(method: Adapting) -> int:
     return 1
 
 
-def _recall(method: Adapting) -> Recalled | None:
-    """Return the wrapper that looks for shifts, if there is one; it is the outermost."""
-    return method if isinstance(method, Recalled) else None
+class Place(NamedTuple):
+    """In which domain recall believes a stream to be."""
+
+    domains: Domains
+    present: ShiftDetector
+    known: list[ShiftDetector]
+
+
+def _place(method: Adapting) -> Place | None:
+    """Return the domain of a stream; None if its method does not look for shifts. Recall is the outermost wrapper."""
+    if not isinstance(method, Recalled):
+        return None
+    domains = method.domains
+    return Place(domains, domains.present, [known.detector for known in domains.known])
