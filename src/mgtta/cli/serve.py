@@ -17,7 +17,7 @@ Host = Annotated[str, typer.Option(help="Address to listen on; one that others c
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any that is free.")]
 Token = Annotated[Path | None, typer.Option(help="File with the token that clients must send.")]
 LoadedStreams = Annotated[int, typer.Option(min=1, help="Streams in memory; others are saved, and loaded again.")]
-SaveSeconds = Annotated[float, typer.Option(min=0, help="Seconds from a change to its save; a kill loses what is not saved.")]
+SaveSeconds = Annotated[float, typer.Option(min=0, help="Seconds from a change to its save, which a kill loses.")]
 
 
 def serve(
