@@ -22,9 +22,10 @@ MAY_IMPORT = {  # package -> the packages it may import, besides itself; none im
     "evaluation": "_lib data adaptation",
     "training": "_lib losses data models learned adaptation methods evaluation",
     "running": "_lib data models learned adaptation methods evaluation",
+    "serve": "_lib data models adaptation methods running",
     "report": "_lib data models adaptation methods evaluation",
     "bench": "_lib data models learned adaptation methods evaluation training report",
-    "cli": "_lib data models learned adaptation methods evaluation training running report bench",
+    "cli": "_lib data models learned adaptation methods evaluation training running serve report bench",
 }
 ROOT_FILES = {"__init__", "__main__", "losses"}
 

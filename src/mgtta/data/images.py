@@ -87,7 +87,14 @@ def read_image(file: bytes | str | os.PathLike, *, name: str) -> np.ndarray:
         return _read(file)
 
 
-def decode(file: bytes | str | os.PathLike, *, name: str, size: int = 224, crop_pct: float = 0.875) -> Tensor:
+def decode(
+    file: bytes | str | os.PathLike,
+    *,
+    name: str,
+    size: int = 224,
+    crop_pct: float = 0.875,
+    max_pixels: int | None = None,
+) -> Tensor:
     """Return the image as uint8 (3, size, size).
 
     An image of exactly that size is not changed. The shorter side of any other is resized to size / crop_pct
@@ -96,10 +103,11 @@ def decode(file: bytes | str | os.PathLike, *, name: str, size: int = 224, crop_
     Args:
         file: the encoded image, or the path of its file.
         name: what an error calls the image.
+        max_pixels: that an image may have, before and after it is resized; by default MAX_PIXELS.
     """
     with _rejections(name):
-        pixels = torch.from_numpy(_read(file)).permute(2, 0, 1)
-        return _crop(pixels, size, crop_pct).clone(memory_format=torch.contiguous_format)
+        pixels = torch.from_numpy(_read(file, max_pixels)).permute(2, 0, 1)
+        return _crop(pixels, size, crop_pct, max_pixels).clone(memory_format=torch.contiguous_format)
 
 
 @contextlib.contextmanager
@@ -120,16 +128,17 @@ def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _read(file: bytes | str | os.PathLike) -> np.ndarray:
+def _read(file: bytes | str | os.PathLike, max_pixels: int | None = None) -> np.ndarray:
     length = len(file) if isinstance(file, bytes) else os.path.getsize(file)
     if length > MAX_BYTES:
         raise ValueError(f"{length:,} bytes, more than {MAX_BYTES:,}")
+    most = max_pixels or MAX_PIXELS
     with (
         io.BytesIO(file) if isinstance(file, bytes) else open(file, "rb") as encoded,
         Image.open(encoded, formats=FORMATS) as image,
     ):
-        if image.width * image.height > MAX_PIXELS:
-            raise ValueError(f"claims {image.width} x {image.height} pixels, more than {MAX_PIXELS:,}")
+        if image.width * image.height > most:
+            raise ValueError(f"claims {image.width} x {image.height} pixels, more than {most:,}")
         return _pixels(image, encoded)
 
 
@@ -165,7 +174,7 @@ def _jpeg(encoded: BinaryIO, h: int, w: int) -> np.ndarray:
     return pixels
 
 
-def _crop(image: Tensor, size: int, crop_pct: float) -> Tensor:
+def _crop(image: Tensor, size: int, crop_pct: float, max_pixels: int | None = None) -> Tensor:
     h, w = image.shape[1:]
     if (h, w) == (size, size):
         return image
@@ -176,7 +185,7 @@ def _crop(image: Tensor, size: int, crop_pct: float) -> Tensor:
     else:
         new_h = short
         new_w = int(short * w / h)
-    if new_h * new_w > MAX_PIXELS:  # an image that is one pixel wide grows to this
+    if new_h * new_w > (max_pixels or MAX_PIXELS):  # an image that is one pixel wide grows to this
         raise ValueError(f"{w} x {h} pixels would be resized to {new_w} x {new_h}")
     if (h, w) != (new_h, new_w):  # the same as PIL up to single levels, and faster
         image = F.interpolate(image[None], (new_h, new_w), mode="bicubic", antialias=True)[0]

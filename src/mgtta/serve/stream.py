@@ -1,0 +1,226 @@
+"""One stream: a method, the images that its next update learns from, and what is told about it.
+
+The answer comes first: `answer` predicts and follows running statistics, and keeps the images. `learn` learns from the
+kept images later. Kept images are never saved: a stream that is saved and loaded again has none.
+
+Shapes: n images, C classes.
+"""
+
+import math
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mgtta.adaptation.gathered import Gathered
+from mgtta.adaptation.recalled import Domains, Recalled
+from mgtta.adaptation.shift import ShiftDetector
+from mgtta.adaptation.wrapper import Adapting, Wrapper, innermost
+
+MEMORY_IMAGES = 640  # of the running mean of the entropy
+KEEP_BATCHES = 4  # updates' worth of images that wait at most; the oldest are dropped
+
+
+class CannotExportError(ValueError):
+    """No network predicts as this method does."""
+
+
+class Answer(NamedTuple):
+    """What a stream says about images."""
+
+    probabilities: Tensor  # (n, C)
+    updates: int  # so far
+    shifted: bool  # the stream seems to have changed its domain with these images
+
+
+class Stream:
+    """A method with its counts.
+
+    Attributes:
+        kept: images that were answered and not yet learned from.
+        changed_at: the time of the first change that is not saved; None if all is saved.
+        unsaved: updates since the last save.
+        bytes: what the stream holds in memory for itself, when it was last saved.
+    """
+
+    def __init__(self, name: str, method: Adapting, update_images: int):
+        self.name = name
+        self.method = method
+        self.update_images = update_images
+        self.gather = 0  # images that an update needs; 0: the method learns while it answers, or not at all
+        if method.optimizer is not None:
+            self.gather = _gather(method)
+        self.kept: list[Tensor] = []
+        self.changed_at: float | None = None
+        self.unsaved = 0
+        self.bytes = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.images = 0
+        self.dropped = 0
+        self.entropy: float | None = None
+        self.shifts = 0
+        self.recalled = 0
+        self.kept.clear()
+
+    @property
+    def waiting(self) -> int:
+        """Images that wait to be learned from."""
+        return sum(map(len, self.kept))
+
+    @property
+    def due(self) -> bool:
+        """True if there are enough images for an update."""
+        return self.gather > 0 and self.waiting >= self.gather
+
+    def answer(self, x: Tensor) -> Answer:
+        """Predict the images, keep them for an update, and look for a shift."""
+        before = _place(self.method)
+        logits = self.method.step(x, learn=not self.gather).logits
+        if not bool(logits.isfinite().all()):
+            raise RuntimeError(f"stream {self.name!r} gives invalid predictions: reset it")
+        shifted = self._note_shift(before)
+        probabilities = logits.softmax(1).cpu()
+        self._follow(probabilities)
+        if self.gather and not self.method.paused and not self.method.spent:
+            self._keep(x)
+        self.images += len(x)
+        self._changed()
+        return Answer(probabilities, self.method.updates, shifted)
+
+    def learn(self) -> None:
+        """Make one update from the kept images, at most `update_images` of them."""
+        together = torch.cat(self.kept)
+        self.kept.clear()
+        if len(together) > self.update_images:
+            self.kept.append(together[self.update_images :])
+        innermost(self.method).step(together[: self.update_images], observe=False)
+        self.unsaved += 1
+        self._changed()
+
+    def reset(self) -> None:
+        """Go back to the source model, and learn again."""
+        self.method.reset()
+        self.method.unpause()
+        self._begin()
+        self._changed()
+
+    def freeze(self, frozen: bool) -> None:
+        """Only predict from now on; or, with False, learn again."""
+        if frozen:
+            self.method.pause()
+        else:
+            self.method.unpause()
+        self.drop_kept()
+        self._changed()
+
+    def drop_kept(self) -> None:
+        """Forget the images that wait to be learned from."""
+        self.dropped += self.waiting
+        self.kept.clear()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the adapted network's weights."""
+        try:
+            state = self.method.export().state_dict()
+        except ValueError as error:
+            raise CannotExportError(str(error)) from error
+        return {name: t.detach().cpu().contiguous().clone() for name, t in state.items()}
+
+    def report(self) -> dict[str, Any]:
+        """Return what is told about the stream."""
+        return {
+            "stream": self.name,
+            "images": self.images,
+            "updates": self.method.updates,
+            "skipped": self.method.skipped,
+            "waiting": self.waiting,
+            "dropped": self.dropped,
+            "entropy": self.entropy,
+            "shifts": self.shifts,
+            "recalled": self.recalled,
+            "frozen": self.method.paused,
+            "bytes": self.bytes,
+        }
+
+    # --- what is saved besides the method's state
+
+    def counts(self) -> dict[str, Any]:
+        """Return the counts as plain values."""
+        names = ("images", "dropped", "entropy", "shifts", "recalled")
+        return {**{name: getattr(self, name) for name in names}, "frozen": self.method.paused}
+
+    def load_counts(self, counts: dict[str, Any]) -> None:
+        """Load what `counts` gave."""
+        self.images = int(counts["images"])
+        self.dropped = int(counts["dropped"])
+        self.entropy = counts["entropy"]
+        self.shifts = int(counts["shifts"])
+        self.recalled = int(counts["recalled"])
+        if counts["frozen"]:
+            self.method.pause()
+
+    def saved(self) -> None:
+        """Note that all is saved."""
+        self.changed_at = None
+        self.unsaved = 0
+
+    def _changed(self) -> None:
+        if self.changed_at is None:
+            self.changed_at = time.monotonic()
+
+    def _note_shift(self, before: "Place | None") -> bool:
+        """Count a change of the domain since `before`; return whether there was one."""
+        now = _place(self.method)
+        if before is None or now is None:
+            return False
+        if now.domains is not before.domains or now.present is before.present:
+            return False
+        self.shifts += 1
+        if any(now.present is detector for detector in before.known):
+            self.recalled += 1
+            self.drop_kept()  # they are of the domain that has ended
+        return True
+
+    def _follow(self, probabilities: Tensor) -> None:
+        found = float(torch.special.entr(probabilities).sum(1).mean())
+        if not math.isfinite(found):
+            return
+        if self.entropy is None:
+            self.entropy = found
+        share = len(probabilities) / min(self.images + len(probabilities), MEMORY_IMAGES)
+        self.entropy += min(share, 1.0) * (found - self.entropy)
+
+    def _keep(self, x: Tensor) -> None:
+        """Keep the images; drop the oldest if learning does not keep up."""
+        self.kept.append(x)
+        most = KEEP_BATCHES * max(self.update_images, self.gather)
+        while self.waiting > most:
+            self.dropped += len(self.kept.pop(0))
+
+
+def _gather(method: Adapting) -> int:
+    """Return how many images an update needs at least."""
+    while isinstance(method, Wrapper):
+        if isinstance(method, Gathered):
+            return method.images
+        method = method.method
+    return 1
+
+
+class Place(NamedTuple):
+    """In which domain recall believes a stream to be."""
+
+    domains: Domains
+    present: ShiftDetector
+    known: list[ShiftDetector]
+
+
+def _place(method: Adapting) -> Place | None:
+    """Return the domain of a stream; None if its method does not look for shifts. Recall is the outermost wrapper."""
+    if not isinstance(method, Recalled):
+        return None
+    domains = method.domains
+    return Place(domains, domains.present, [known.detector for known in domains.known])
