@@ -12,22 +12,18 @@ as in eta.py.
 """
 
 import math
-import os
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from mgtta.adaptation.method import OptimizerFactory
 from mgtta.losses import entropy
 from mgtta.methods._descent import Descent
 from mgtta.methods.eata import EATA
 from mgtta.methods.registry import FISHER, Paper, register
 from mgtta.methods.sar import SAR
 from mgtta.methods.tent import Tent
-from mgtta.models.classifier import Classifier
-from mgtta.models.fisher import Fisher
 
 CODE = "github.com/BlueWhaleLab/COME"
 RESNETS = {"lr": 2.5e-4}
@@ -56,20 +52,6 @@ class EATACOME(EATA):
     margin: E_0, in units of ln C.
     redundancy: eps; None: 0.05 for 1,000 classes, and by a power law for other numbers.
     """
-
-    def __init__(
-        self,
-        model: Classifier,
-        optimizer: OptimizerFactory,
-        *,
-        fisher: Fisher | str | os.PathLike,
-        margin: float = 0.4,
-        redundancy: float | None = None,
-        fisher_weight: float = 2000.0,
-    ):
-        super().__init__(
-            model, optimizer, fisher=fisher, margin=margin, redundancy=redundancy, fisher_weight=fisher_weight
-        )
 
     def uncertainty(self, logits: Tensor) -> Tensor:
         return entropy(opinion(logits))
