@@ -20,7 +20,7 @@ from mgtta.bench.cells import Cell, Options, Setup, Training, digest
 from mgtta.bench.executors.processes import Processes
 from mgtta.bench.experiments import EXPERIMENTS, QUICK, experiment_cells, variant
 from mgtta.bench.needs import rate_at
-from mgtta.bench.resources import Lab, Watch
+from mgtta.bench.resources import Lab, Listener
 from mgtta.bench.run import run_cells, run_experiment
 from mgtta.bench.store import Store
 from mgtta.bench.sweep import rates, sweep_cells, swept, tuned
@@ -641,7 +641,7 @@ def test_held_images_stay_within_their_room(tree):
 
 
 def test_what_stays_in_this_process_is_not_sent_to_another(tmp_path):
-    start = pickle.loads(pickle.dumps(bench._Start(SMALL, tmp_path, Watch(), group=None)))
+    start = pickle.loads(pickle.dumps(bench._Start(SMALL, tmp_path, Listener(), group=None)))
     assert start.setup == SMALL
     assert start.folder == tmp_path
     assert start.watch is None
@@ -679,7 +679,7 @@ def test_the_corruptions_are_the_users():
 
 @pytest.mark.slow
 def test_what_is_measured_runs_alone(tmp_path):
-    class Listening(Watch):
+    class Listening(Listener):
         def note(self, text):
             notes.append(text)
 

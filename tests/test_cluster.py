@@ -11,7 +11,7 @@ from test_bench import FEW, SMALL, without_timing
 from mgtta.bench.cells import Cell
 from mgtta.bench.executors.base import WorkerError
 from mgtta.bench.executors.ray import connected, spread_on_ray
-from mgtta.bench.resources import Watch
+from mgtta.bench.resources import Listener
 from mgtta.bench.run import run_cells
 from mgtta.bench.store import Store
 from mgtta.cli.bench import bare_ray
@@ -90,7 +90,7 @@ def test_a_node_is_killed_in_mid_run(cluster, tmp_path):
     assert len(lines) == len(set(lines)) == len(cells)
 
 
-class Killer(Watch):
+class Killer(Listener):
     """Kills a node when the first cell is finished."""
 
     def __init__(self, cluster, nodes):

@@ -10,7 +10,7 @@ from conftest import CLASSES, confident_vit, images, random_generator
 
 import mgtta
 from mgtta._lib.files import read_tree, write_tree
-from mgtta.adaptation.scheduled import BURST, MEMORY, REST, SKIP, Schedule, summary
+from mgtta.adaptation.scheduled import BURST, MEAN_UPDATES, REST, SKIP, Schedule, summary
 
 
 def make(name="mgtta", **settings):
@@ -235,11 +235,11 @@ def test_a_budget_that_ends_within_a_burst_ends_on_the_mean():
 def test_the_mean_looks_back_on_so_many_updates():
     schedule = Schedule(learned=SKIP + 1)
     p = torch.zeros(1)
-    for t in range(3 * MEMORY):
-        p.fill_(float(t >= MEMORY))
+    for t in range(3 * MEAN_UPDATES):
+        p.fill_(float(t >= MEAN_UPDATES))
         schedule.average([p])
         schedule.learned += 1
-    assert schedule.mean[0] > 1 - (1 - 1 / MEMORY) ** (2 * MEMORY) - 1e-5
+    assert schedule.mean[0] > 1 - (1 - 1 / MEAN_UPDATES) ** (2 * MEAN_UPDATES) - 1e-5
     assert schedule.mean[0] < 1
 
 

@@ -46,7 +46,7 @@ STILL = 0.01  # of `moved`: a way of which nothing can come
 MANY = 16  # images of a batch whose own statistics may serve BatchNorm
 ENOUGH = 64  # images after which the share of a class says something
 EVENTS = 1000  # that are kept, the first ones: a run may last for ever
-MEMORY = 0.5  # of the running entropy and diversity, for a batch of 64 images
+KEPT_PER_64_IMAGES = 0.5  # of the running entropy and diversity, for a batch of 64 images
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +204,7 @@ class Guarded(Wrapper):
             logits = logits[logits.isfinite().all(-1)]
             return self._follow(logits) if len(logits) else None
         mean_entropy = float(found[-1]) / math.log(len(found) - 1)
-        return self.watch.follow(found[:-1], mean_entropy, MEMORY ** (len(logits) / 64))
+        return self.watch.follow(found[:-1], mean_entropy, KEPT_PER_64_IMAGES ** (len(logits) / 64))
 
     def signals(self) -> dict[str, float]:
         """Entropy and diversity of the predictions, each in [0, 1]; the way from the source; the share lost."""

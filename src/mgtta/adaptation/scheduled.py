@@ -33,7 +33,7 @@ BURST = 5  # batches learned from after a start or a shift
 REST = 32  # batches of the first rest
 SKIP = 1  # updates after a shift that are still far from where it will rest
 GAIN = 0.05  # part of the entropy by which a rest must fall short of the one before, to be worth another like it
-MEMORY = 16  # updates that the mean of the parameters looks back on
+MEAN_UPDATES = 16  # updates that the mean of the parameters looks back on
 
 
 @torch.no_grad()
@@ -108,7 +108,7 @@ class Schedule:
         Args:
             last: no update comes after this one.
         """
-        count = min(self.learned - SKIP, MEMORY)
+        count = min(self.learned - SKIP, MEAN_UPDATES)
         if count < 1:
             return
         if self.mean is None:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from mgtta.bench.cells import Options, Setup
 from mgtta.bench.experiments import experiment_cells
-from mgtta.bench.resources import Watch
+from mgtta.bench.resources import Listener
 from mgtta.bench.run import run_cells
 from mgtta.bench.store import Store
 from mgtta.report import sections
@@ -20,7 +20,7 @@ from mgtta.report.summary import MEAN, best
 BATCH_SIZE = 16
 
 
-def run(images: int, methods: Sequence[str], out: Path, device: str = "cpu", watch: Watch | None = None) -> Path:
+def run(images: int, methods: Sequence[str], out: Path, device: str = "cpu", watch: Listener | None = None) -> Path:
     """Run each method on `images` images per corruption, and return the folder of the records.
 
     The severity is 5, and the method is reset before each corruption. The folder is `out`, or `out-2`, `out-3`, ... if

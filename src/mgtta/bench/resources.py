@@ -54,7 +54,7 @@ STREAM_BYTES = 2**31  # a stream up to this size is kept for the cells that shar
 TRAIN = "train"
 
 
-class Watch:
+class Listener:
     """Is told what happens, as it happens. This one does nothing with it."""
 
     def start(self, title: str, cells: int, finished: int) -> None: ...
@@ -80,7 +80,7 @@ class Lab:
         setup: Setup,
         folder: Path,
         held: int = HELD_BYTES,
-        watch: Watch | None = None,
+        watch: Listener | None = None,
         group: ProcessGroup | None = None,
     ):
         check_apart(setup.data, setup.validation)
@@ -89,7 +89,7 @@ class Lab:
             torch.backends.cudnn.allow_tf32 = setup.tf32
         self.setup = setup
         self.folder = folder
-        self.watch = watch or Watch()
+        self.watch = watch or Listener()
         self.group = group
         self.room = Room(held)
         self.stream_bytes = min(held, STREAM_BYTES)
@@ -237,7 +237,7 @@ class Lab:
             method(next(iter(batches)).x)
             method.reset()
         on_batch = None
-        if type(self.watch) is not Watch:  # else nobody looks at a batch
+        if type(self.watch) is not Listener:  # else nobody looks at a batch
             on_batch = self._on_batch(cell, len(batches))
         timing = cell.timed or self.setup.profile
         with optimizer_apart(method.optimizer):

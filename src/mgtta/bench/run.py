@@ -21,7 +21,7 @@ from mgtta.bench.executors.ray import OnRay
 from mgtta.bench.experiments import experiment_cells
 from mgtta.bench.needs import needs_clean_images
 from mgtta.bench.provenance import check_unchanged
-from mgtta.bench.resources import HELD_BYTES, Lab, Watch, asked, generator_of, known_source, training_of
+from mgtta.bench.resources import HELD_BYTES, Lab, Listener, asked, generator_of, known_source, training_of
 from mgtta.bench.store import Store
 from mgtta.bench.streams import stream_tries, tuned_jointly
 from mgtta.bench.sweep import swept
@@ -39,7 +39,7 @@ def run_experiment(
     *,
     sweep: bool = False,
     workers: int = 0,
-    watch: Watch | None = None,
+    watch: Listener | None = None,
     process_group: ProcessGroup | None = None,
     ray: str | None = None,
 ) -> Records:
@@ -68,7 +68,7 @@ def run_cells(
     setup: Setup,
     store: Store,
     workers: int = 0,
-    watch: Watch | None = None,
+    watch: Listener | None = None,
     title: str = "",
     process_group: ProcessGroup | None = None,
     ray: str | None = None,
@@ -85,7 +85,7 @@ def run_cells(
         ray: the address of a Ray cluster that runs the cells, or "auto". Cells that are measured by the clock run
             there one at a time, after all others.
     """
-    watch = watch or Watch()
+    watch = watch or Listener()
     ranks = ranks_of(process_group)
     setup = dataclasses.replace(setup, ranks=ranks.size)
     cells = list(dict.fromkeys(cells))
@@ -125,7 +125,7 @@ class _Start:
     """
 
     def __init__(
-        self, setup: Setup, folder: Path, watch: Watch | None = None, group: ProcessGroup | None = None
+        self, setup: Setup, folder: Path, watch: Listener | None = None, group: ProcessGroup | None = None
     ) -> None:
         self.setup = setup
         self.folder = folder
@@ -168,7 +168,7 @@ def _run(cells: Sequence[Cell], start: _Start, executor: Executor) -> Iterator[t
     """Run cells side by side; then those that are timed, one at a time; then those in processes of their own."""
     if not cells:
         return
-    watch = start.watch or Watch()
+    watch = start.watch or Listener()
     free = [cell for cell in cells if not cell.timed]
     timed = [cell for cell in cells if cell.timed and not cell.alone]
     with executor:

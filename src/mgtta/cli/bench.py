@@ -195,14 +195,14 @@ def _of_streams(experiment: str, pairs: list[str], single: int | None, rounds: i
 
 def _run(experiment: str, options: Any, setup: Any, store: Any, json: bool, first: bool, more: dict[str, Any]) -> Any:
     """Return the records of an experiment. The first rank shows how far it is; Ctrl-C ends it with a message."""
-    from mgtta.bench.resources import Watch
+    from mgtta.bench.resources import Listener
     from mgtta.bench.run import run_experiment
     from mgtta.cli.progress import Bars, Lines
 
     out = store.path.parent
     shown: Any
     if not first:
-        shown = nullcontext(Watch())
+        shown = nullcontext(Listener())
     elif json:
         shown = Lines(out)
     else:

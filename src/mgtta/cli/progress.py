@@ -9,13 +9,13 @@ from rich.progress import TaskID, TextColumn
 
 from mgtta._lib.bars import progress_bar
 from mgtta.bench.cells import Cell
-from mgtta.bench.resources import Watch
+from mgtta.bench.resources import Listener
 from mgtta.evaluation.record import Record
 
 SHORTEST_SECONDS = 1e-9  # so that no speed is a division by zero
 
 
-class Bars(Watch):
+class Bars(Listener):
     """Show a bar with the cells done and the time left, and what runs: accuracy so far and images a second."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Bars(Watch):
             self.progress.update(self.task, completed=min(self.finished + part, self.total), now=text)
 
 
-class Lines(Watch):
+class Lines(Listener):
     """Print one line of JSON for each event: start, note, record; at last end or error."""
 
     def __init__(self, out: Path) -> None:
