@@ -92,9 +92,7 @@ class Recipe:
             raise unknown("set of settings", chosen, SETS)
         if chosen == MGTTA and self.mgtta is None:
             raise ValueError(f"the MGTTA paper does not run {self.base}: its only set of settings is {AUTHORS!r}")
-        name = self.base
-        if chosen != AUTHORS:
-            name = f"{name}@{chosen}"
+        name = self.base if chosen == AUTHORS else f"{self.base}@{chosen}"
         return dataclasses.replace(self, chosen=chosen, name=name)
 
     @property
@@ -103,9 +101,7 @@ class Recipe:
         return self.name.partition("@")[0]
 
     def _of_the_set(self) -> Mapping[str, Any]:
-        if self.chosen == MGTTA and self.mgtta is not None:
-            return self.mgtta
-        return {}
+        return (self.mgtta or {}) if self.chosen == MGTTA else {}
 
     def _of_the_network(self, net: nn.Module) -> Mapping[str, Any]:
         grouped = any(isinstance(module, nn.GroupNorm) for module in net.modules())

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from mgtta._lib.files import check_kind, check_weights, read_tensors, write_tensors
 from mgtta.models.batches import image_batches
 from mgtta.models.classifier import Classifier
+from mgtta.models.loading import as_classifier
 from mgtta.models.norms import norm_parameters
 
 KIND = "mgtta fisher"
@@ -41,7 +42,7 @@ class Fisher:
 
 
 def fisher_information(
-    model: Classifier,
+    model: Classifier | nn.Module,
     clean_images: Tensor | Iterable[Any],
     batch_size: int = 64,
     max_images: int = 2000,
@@ -56,7 +57,7 @@ def fisher_information(
         clean_images: one tensor of images, or an iterable of batches: tensors, or tuples that start with one.
             They are split into batches of `batch_size`; images after the first `max_images` are not used.
     """
-    model = copy.deepcopy(model).requires_grad_(False).use_batch_statistics()
+    model = copy.deepcopy(as_classifier(model)).requires_grad_(False).use_batch_statistics()
     wanted = {id(p) for p in norm_parameters(model)}
     params = {name: p.requires_grad_() for name, p in model.named_parameters() if id(p) in wanted}
     total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in params.items()}
