@@ -37,12 +37,17 @@ from mgtta.models.classifier import Classifier
 from mgtta.models.norms import batch_norms
 
 POLICIES = ("rollback", "slow", "source")
+MOVED = 0.05  # the way of the parameters, relative to their length, after which the source is asked at the latest
+SLOWER = 0.1  # factor on the learning rate
+PAUSE_IMAGES = 512  # for which the source predicts if the stream comes class by class
+REST_IMAGES = 4096  # for which "source" predicts without adapting, the first time
+CALM_IMAGES = 8192  # without alarm, a rest not counted, after which `policy` begins again
 CLOSER = 4  # times as often as usual the source is asked after an alarm
 FEW = 4  # sure images under which a batch says too little, and the anchors are asked
 CLEAR = 0.25  # of the images asked about that the source must be sure of to clear a method
 FACTOR = 2.0  # by which entropy may rise or fall, and diversity fall, before it is strange; and of doubt
-FIRST = 0.04  # of `moved`: the way from a start at which the source is first asked; twice as far each time
-STILL = 0.01  # of `moved`: a way of which nothing can come
+FIRST = 0.04  # of MOVED: the way from a start at which the source is first asked; twice as far each time
+STILL = 0.01  # of MOVED: a way of which nothing can come
 MANY = 16  # images of a batch whose own statistics may serve BatchNorm
 ENOUGH = 64  # images after which the share of a class says something
 EVENTS = 1000  # that are kept, the first ones: a run may last for ever
@@ -56,25 +61,19 @@ class Guard:
     Attributes:
         policy: what to do at the first alarm, the second, and so on; the last one stays. "rollback": back to the
             last state found good; "slow": that, and a lower learning rate; "source": the source model, which
-            predicts without adapting for `rest` images (twice as long each time), and then adapts again from the start.
+            predicts without adapting for a while (twice as long each time), and then adapts again from the start.
         tolerance: the share of predictions that may be lost where the source is sure of all images; three times
             as many where it is sure of none.
         sure: the source's confidence above which its prediction counts.
         every: images between two questions to the source, where nothing calls for one earlier; longer where whole
             batches are asked about, so that the cost is the same.
         images: how many images the source is asked about; whole batches where BatchNorm normalises by them.
-        moved: the way of the parameters, relative to their length, after which the source is asked at the latest.
         anchors: how many to keep of the images that the source was sure of; or your own, clean ones.
         dominance: the share of the predictions that one class may have. Above it, and above five times what a class
             has on average, where most predictions that the method and the source are sure of are that class, the
             stream comes class by class: a batch then says little of the domain, and the source model predicts,
-            without adapting, for `pause` images. Where the source says otherwise, that class counts as lost, be it
+            without adapting, for a while. Where the source says otherwise, that class counts as lost, be it
             sure or not.
-        pause: see `dominance`.
-        slower: factor on the learning rate.
-        rest: images for which "source" predicts without adapting, the first time.
-        calm: images without alarm, a rest not counted, after which `policy` begins again, and the source is asked as
-            rarely as before.
     """
 
     policy: Sequence[str] = ("slow", "slow", "source")
@@ -82,13 +81,8 @@ class Guard:
     sure: float = 0.9
     every: int = 1024
     images: int = 8
-    moved: float = 0.05
     anchors: int | Tensor = 16
     dominance: float = 0.25
-    pause: int = 512
-    slower: float = 0.1
-    rest: int = 4096
-    calm: int = 8192
 
     def __post_init__(self) -> None:
         policy = (self.policy,) if isinstance(self.policy, str) else tuple(self.policy)
@@ -97,10 +91,10 @@ class Guard:
             if name not in POLICIES:
                 raise unknown("policy of a guard", name, POLICIES)
         count = len(self.anchors) if isinstance(self.anchors, Tensor) else self.anchors
-        if not policy or min(self.every, self.images, self.pause, self.rest, self.calm, count + 1) < 1:
-            raise ValueError("a guard needs a policy; every, images, pause, rest and calm are at least 1, anchors 0")
-        if not (0 < self.tolerance < 1 and 0 < self.sure < 1 and 0 < self.slower < 1 and self.moved > 0):
-            raise ValueError("tolerance, sure and slower lie between 0 and 1, and moved is above 0")
+        if not policy or min(self.every, self.images, count + 1) < 1:
+            raise ValueError("a guard needs a policy; every and images are at least 1, anchors 0")
+        if not (0 < self.tolerance < 1 and 0 < self.sure < 1):
+            raise ValueError("tolerance and sure lie between 0 and 1")
         if not self.dominance > 0:
             raise ValueError("dominance is above 0; 1 and more switch it off")
 
@@ -231,7 +225,7 @@ class Guarded(Wrapper):
             return True
         way = self._way(watch.there)
         poor = self.unlearned is not None and n < MANY  # statistics, which do harm without any learning
-        if way <= STILL * guard.moved and self.method.adapted and not poor:
+        if way <= STILL * MOVED and self.method.adapted and not poor:
             return False
         soon = max(1, watch.asked_at - watch.began)  # the time since a start doubles between two questions
         every = guard.every // CLOSER if self._wary() else guard.every
@@ -241,14 +235,14 @@ class Guarded(Wrapper):
             return True
         if watch.images - watch.asked_at >= ENOUGH and self._dominant(0.5) is not None:
             return True
-        allowed = min(max(2 * watch.good.get("distance", 0.0), FIRST * guard.moved), guard.moved)
+        allowed = min(max(2 * watch.good.get("distance", 0.0), FIRST * MOVED), MOVED)
         if self._strange():
             allowed = allowed / 2 if watch.there is not None else 0.0
         return not way <= allowed
 
     def _wary(self) -> bool:
         """Whether the last alarm was not long ago: then the source is asked more often, and about whole batches."""
-        return self.watch.step > 0 and self.watch.images - self.watch.began <= self.guard.calm
+        return self.watch.step > 0 and self.watch.images - self.watch.began <= CALM_IMAGES
 
     def _strange(self) -> bool:
         """Whether entropy or diversity have left the range of the last good state."""
@@ -311,9 +305,9 @@ class Guarded(Wrapper):
         watch.asked_at = watch.images
         watch.doubt = excess(lost, unsure, images, tolerance) > FACTOR
         way = self._way(watch.there)
-        if images - unsure >= CLEAR * images or way > self.guard.moved:
+        if images - unsure >= CLEAR * images or way > MOVED:
             watch.there = _params(before)  # or it stays, so that many small ways add up to one
-        moved = way > FIRST * self.guard.moved or not self.method.adapted
+        moved = way > FIRST * MOVED or not self.method.adapted
         if images - unsure >= FEW or watch.anchors is None or not moved:
             return False
         return self._lost_of_anchors(watch.anchors) > tolerance
@@ -343,15 +337,15 @@ class Guarded(Wrapper):
 
     def _act(self, found: dict[str, float]) -> None:
         watch, guard = self.watch, self.guard
-        if watch.images - watch.began > guard.calm:
+        if watch.images - watch.began > CALM_IMAGES:
             watch.step = 0
         action = guard.policy[min(watch.step, len(guard.policy) - 1)]
         watch.step += 1
         watch.alarm_at = watch.images
         if action == "slow":
-            watch.pace *= guard.slower
+            watch.pace *= SLOWER
         if action == "source":
-            watch.rest_until = watch.images + guard.rest * 2**watch.rests
+            watch.rest_until = watch.images + REST_IMAGES * 2**watch.rests
             watch.rests += 1
             watch.snapshot = None
         self._restore(watch.snapshot)
@@ -371,7 +365,7 @@ class Guarded(Wrapper):
         elif before is not None:
             self._restore(before)
         watch.entropy = watch.probs = None
-        watch.rest_until = watch.images + self.guard.pause
+        watch.rest_until = watch.images + PAUSE_IMAGES
         self._note("pause", found)
 
     def _note(self, action: str, found: dict[str, float]) -> None:
