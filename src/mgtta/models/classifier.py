@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from mgtta._lib.files import fingerprint
 from mgtta.models.checks import FirstBatches, check_images, check_logits, refused
-from mgtta.models.features import TapReader, feature_taps
+from mgtta.models.features import Tap, TapReader, feature_taps
+from mgtta.models.head import HeadTap, head_layer, linear_head, logits_of
 from mgtta.models.norms import batch_norms
 from mgtta.models.statistics import use_batch_statistics, use_running_statistics
 
@@ -60,7 +61,7 @@ class Classifier(nn.Module):
         if classes is not None:
             self.classes = _class_index(classes, net)
             self._last_class = int(self.classes.max())
-        self._taps = feature_taps(net)
+        self._taps: list[Tap | HeadTap] = [*feature_taps(net)]
         self._uses_batch_statistics = False
         self._first_batches = FirstBatches()
         self.full_precision: dict[str, Tensor] = {}
@@ -77,10 +78,14 @@ class Classifier(nn.Module):
             raise _too_few_classes(self._last_class, logits.shape[1])
         return logits[:, self.classes]
 
-    def features(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the logits, and the pooled features (N, d_i) of each layer i, from one forward pass."""
+    def features(self, x: Tensor, *more: HeadTap) -> tuple[Tensor, list[Tensor]]:
+        """Return the logits, and the pooled features (N, d_i) of each layer i, from one forward pass.
+
+        Args:
+            more: what else is read in this pass; it comes after the layers' features.
+        """
         x = self.pixels(x)
-        reader = self.reader()
+        reader = TapReader(self.net, [*self._taps, *more], self.name)
         reader.images = len(x) or 1
         try:
             logits = self(x)
@@ -90,6 +95,19 @@ class Classifier(nn.Module):
         if len(x) == 0:
             features = [f[:0] for f in features]
         return logits, features
+
+    def head_layer(self, x: Tensor) -> str:
+        """Return the name of the linear layer that gives the logits of x; "" if no single linear layer does."""
+        return head_layer(self.net, lambda: self._all_logits(x))
+
+    def read_head(self, layer: str) -> None:
+        """Let `features` return, after the layers' features, what this head reads (see `head_layer`)."""
+        self._taps.append(HeadTap(layer))
+
+    @property
+    def reads_head(self) -> bool:
+        """True after `read_head`."""
+        return isinstance(self._taps[-1], HeadTap)
 
     def reader(self) -> TapReader:
         """Return a reader of the layers' features, which reads every forward pass until it is removed."""
@@ -193,24 +211,12 @@ class Classifier(nn.Module):
 
     def _run(self, x: Tensor) -> Tensor:
         try:
-            return self.net(x)
+            return logits_of(self.net(x))
         except (AssertionError, ValueError, RuntimeError) as error:  # timm refuses a size with an assertion
             better = refused(error, x, self.name)
             if better is None:
                 raise
             raise better from error
-
-
-def linear_head(net: nn.Module, name: str) -> nn.Linear:
-    """Return the network's linear head: timm's `get_classifier()`, or the last linear layer."""
-    modules = list(net.modules())
-    get_classifier = getattr(net, "get_classifier", None)
-    if get_classifier is not None:
-        modules.append(get_classifier())
-    for module in reversed(modules):
-        if isinstance(module, nn.Linear):
-            return module
-    raise ValueError(f"{name} has no linear head, and this method needs one")
 
 
 def _per_channel(values: Sequence[float] | None) -> Tensor | None:

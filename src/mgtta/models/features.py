@@ -9,6 +9,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mgtta.models.head import HeadTap
 from mgtta.models.norms import CHANNELS_FIRST, dotted, norm_layers
 
 
@@ -57,7 +58,7 @@ class TapReader:
         images: number of images of the next pass; set it before the pass.
     """
 
-    def __init__(self, net: nn.Module, taps: Sequence[Tap], name: str):
+    def __init__(self, net: nn.Module, taps: Sequence[Tap | HeadTap], name: str):
         self.taps = taps
         self.name = name
         self.images = 1
@@ -67,7 +68,7 @@ class TapReader:
             for tap in taps
         ]
 
-    def _read(self, tap: Tap, _layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def _read(self, tap: Tap | HeadTap, _layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         self.found[tap.name] = tap.features(inputs, output, self.images)
 
     def take(self) -> list[Tensor]:
