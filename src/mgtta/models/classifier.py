@@ -25,6 +25,7 @@ class Classifier(nn.Module):
 
     Attributes:
         normalised: images come already normalised, so nothing is applied to them.
+        size: what `input_size` returns; None: what the network tells.
         takes_empty: whether a batch of no images returns no logits (a rank's share of a small batch) or is refused.
         image_dtype: in which images are normalised; None: the dtype of the weights.
         full_precision: name in the network -> float32 value on the CPU, of weights that were rounded to bfloat16.
@@ -45,6 +46,7 @@ class Classifier(nn.Module):
         std: Sequence[float] | None = None,
         classes: Sequence[int] | None = None,
         normalised: bool = False,
+        size: tuple[int, float] | None = None,
     ):
         super().__init__()
         if (mean is None) != (std is None):
@@ -54,6 +56,7 @@ class Classifier(nn.Module):
         self.net = net
         self.name = name or type(net).__name__
         self.normalised = normalised
+        self.size = size
         self.register_buffer("mean", _per_channel(mean))
         self.register_buffer("std", _per_channel(std))
         self.register_buffer("classes", None)
@@ -138,11 +141,16 @@ class Classifier(nn.Module):
     @property
     def input_size(self) -> tuple[int, float]:
         """The side in pixels of the images it was trained on, and the share of an image that the centre crop keeps."""
+        if self.size is not None:
+            return self.size
         config = getattr(self.net, "pretrained_cfg", None) or {}
         crop = config.get("crop_pct") or 0.875
         patches = getattr(getattr(self.net, "patch_embed", None), "img_size", None)
         if patches:
             return patches[0], crop
+        huggingface = getattr(getattr(self.net, "config", None), "image_size", None)
+        if isinstance(huggingface, int):
+            return huggingface, crop
         shape = config.get("input_size") or (3, 224, 224)
         return shape[-1], crop
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mgtta.models.head import HeadTap
-from mgtta.models.norms import CHANNELS_FIRST, dotted, norm_layers
+from mgtta.models.norms import channels_first, dotted, norm_layers
 
 
 class Tap:
@@ -26,7 +26,7 @@ class Tap:
         self.class_token = class_token
         self.prefix_tokens = prefix_tokens
         several_axes = isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) > 1
-        self.channels_last = not isinstance(layer, CHANNELS_FIRST) and not several_axes
+        self.channels_last = not channels_first(layer) and not several_axes
 
     def features(self, inputs: tuple[Tensor, ...], output: Tensor, n: int) -> Tensor:
         """Return the features (N, d) of n images, from the layer's inputs and its output."""

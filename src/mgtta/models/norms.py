@@ -26,6 +26,17 @@ CHANNELS_LAST: tuple[type[nn.Module], ...] = (  # (N, ..., channels)
 )
 
 
+def channels_first(layer: nn.Module) -> bool:
+    """Return whether a norm layer takes (N, channels, ...), not (N, ..., channels).
+
+    The LayerNorm of ConvNeXt has both forms. In torchvision the first is a class LayerNorm2d; in Hugging Face, as in
+    the authors' code, `data_format` tells.
+    """
+    if isinstance(layer, CHANNELS_FIRST) or type(layer).__name__.endswith("2d"):
+        return True
+    return getattr(layer, "data_format", None) == "channels_first"
+
+
 def norm_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return name -> normalisation layer, for every one that has affine parameters, in module order."""
     layers = {
@@ -66,9 +77,9 @@ def early_norm_parameters(net: nn.Module) -> list[nn.Parameter]:
 
 
 def blocks_of(net: nn.Module) -> list[str]:
-    """Return the names of the blocks or stages, in order: `blocks`, `stages`, `layers`, or `layer1`, `layer2`, ..."""
+    """Return the names of the blocks or stages, in order: `blocks`, `stages`, `layers`, `layer`, or `layer1`, ..."""
     for prefix, module in net.named_modules():
-        for name in ("blocks", "stages", "layers"):
+        for name in ("blocks", "stages", "layers", "layer"):
             container = getattr(module, name, None)
             if isinstance(container, nn.ModuleList | nn.Sequential) and len(container) > 1:
                 return [dotted(prefix, name, child) for child, _ in container.named_children()]
