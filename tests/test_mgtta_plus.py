@@ -198,6 +198,17 @@ def test_re_centring_by_features_is_re_centring_by_logits(net):
         torch.testing.assert_close(method(x), expected.detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_a_head_behind_a_batchnorm_is_read_by_itself():
+    """All features of this network are zero, so their means do not tell where the head reads."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    with torch.no_grad():
+        net[0].weight.zero_()
+        net[0].bias.zero_()
+    source = mgtta.source_statistics(mgtta.load_model(net), images(8))
+    assert torch.equal(source.head, source.mean[-1])
+    assert source.head_reads_last_layer is False
+
+
 def test_an_export_of_any_linear_head_has_the_shift():
     method = make(mgtta.load_model(NETS["groupnorm"]()), mirror=False)
     method(images(8) * 0.6)
@@ -211,7 +222,7 @@ def test_an_export_of_any_linear_head_has_the_shift():
 
 def older(source):
     """The statistics as they were written before what the head reads was a part of them."""
-    return dataclasses.replace(source, head=None, head_layer="", mirrored=None)
+    return dataclasses.replace(source, head=None, head_layer="", head_reads_last_layer=None, mirrored=None)
 
 
 def test_older_statistics_re_centre_at_the_last_norm(model, tmp_path):

@@ -65,7 +65,7 @@ class MGTTAPlus(MGTTA):
         self.recentre = recentre
         self.mirror = _mirrors(mirror, self.source)
         self._checked = not recentre or self.source.head is not None
-        self._reads_head = bool(recentre) and self.source.head_reads_last_layer is False
+        self._reads_head = bool(recentre) and self.source.head_reads_last_layer is False  # read it, too
         if self._reads_head:
             self.model.read_head(self.source.head_layer)
         like = next(iter(self.adapted.values()))

@@ -16,6 +16,8 @@ from mgtta.models.head import HeadTap, head_layer, linear_head, logits_of
 from mgtta.models.norms import batch_norms
 from mgtta.models.statistics import use_batch_statistics, use_running_statistics
 
+SAME = 1e-5  # largest difference of features that were pooled in another order, as a share of the largest value
+
 
 class Classifier(nn.Module):
     """An image classifier that normalises its own input and returns the features of each layer.
@@ -102,6 +104,13 @@ class Classifier(nn.Module):
     def head_layer(self, x: Tensor) -> str:
         """Return the name of the linear layer that gives the logits of x; "" if no single linear layer does."""
         return head_layer(self.net, lambda: self._all_logits(x))
+
+    def is_last_layer(self, last: Tensor, read: Tensor) -> bool:
+        """Return whether what the head reads (N, d) are the last layer's features, which `features` returned."""
+        tap = self._taps[-1]
+        if not isinstance(tap, Tap) or tap.at_input or last.shape != read.shape or not read.any():
+            return False
+        return bool((last - read).abs().max() <= SAME * read.abs().max())
 
     def read_head(self, layer: str) -> None:
         """Let `features` return, after the layers' features, what this head reads (see `head_layer`)."""

@@ -33,6 +33,7 @@ class SourceStatistics:
     Attributes:
         head: mean (d,) of what the head reads; None in older files.
         head_layer: name of the linear layer that gives the logits; "" if there is none: then `head` is of the logits.
+        head_reads_last_layer: whether what the head reads are the last layer's features; None in older files.
         mirrored: share of clean images that are predicted alike when mirrored; 0 if the inputs are not images, None in
             older files.
     """
@@ -44,19 +45,13 @@ class SourceStatistics:
     fingerprint: str
     head: Tensor | None = None
     head_layer: str = LOGITS
+    head_reads_last_layer: bool | None = None
     mirrored: float | None = None
 
     @property
     def before_head(self) -> Tensor:
         """The mean of what the head reads; in old files, the last layer's, which is the same for many ViTs."""
         return self.mean[-1] if self.head is None else self.head
-
-    @property
-    def head_reads_last_layer(self) -> bool | None:
-        """True if the head reads the last layer's features; None if that is not known."""
-        if self.head is None:
-            return None
-        return self.head.shape == self.mean[-1].shape and torch.allclose(self.head, self.mean[-1], atol=1e-6)
 
     def to(self, like: Tensor) -> "SourceStatistics":
         """Return the same statistics on another tensor's device and in its dtype; itself if nothing changes."""
@@ -87,6 +82,7 @@ def source_statistics(
     sums: list[_Sums] = []
     alike = _Alike()
     layer = LOGITS
+    same = False
     for x in image_batches(clean_images, batch_size):
         if x.is_floating_point() and not (x.isfinite().all() and x.abs().max() < LARGEST_VALUE):
             raise ValueError("clean images must be finite; give uint8 pixels, or floats in [0, 1]")
@@ -95,6 +91,7 @@ def source_statistics(
         logits, features = model.features(x, HeadTap(layer))
         if not sums:
             sums = [_Sums(f.double()) for f in features]
+            same = model.is_last_layer(features[-2], features[-1])
         for total, f in zip(sums, features, strict=True):
             total.add(f.double())
         alike.add(model, x, logits)
@@ -104,7 +101,7 @@ def source_statistics(
     dtype = next(model.parameters()).dtype
     *mean, head = [total.mean(count).to(dtype) for total in sums]
     std = [total.std(count).to(dtype) for total in sums[:-1]]
-    return SourceStatistics(mean, std, count, model.name, model.fingerprint(), head, layer, alike.share())
+    return SourceStatistics(mean, std, count, model.name, model.fingerprint(), head, layer, same, alike.share())
 
 
 class _Alike:
@@ -152,7 +149,7 @@ def save_source(source: SourceStatistics, path: str | os.PathLike) -> None:
     """Write the statistics to a safetensors file."""
     tensors = {f"mean.{i}": t for i, t in enumerate(source.mean)}
     tensors |= {f"std.{i}": t for i, t in enumerate(source.std)}
-    about = {
+    about: dict[str, Any] = {
         "images": source.images,
         "model": source.model,
         "fingerprint": source.fingerprint,
@@ -161,6 +158,7 @@ def save_source(source: SourceStatistics, path: str | os.PathLike) -> None:
     if source.head is not None:
         tensors["head"] = source.head
         about["head_layer"] = source.head_layer
+        about["head_reads_last_layer"] = source.head_reads_last_layer
     write_tensors(path, tensors, {"kind": KIND, "version": str(VERSION), "about": json.dumps(about)})
 
 
