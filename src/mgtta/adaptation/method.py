@@ -21,7 +21,7 @@ from mgtta.adaptation.state import MethodState, load
 from mgtta.adaptation.step import EagerEngine, Engine, Pass
 from mgtta.models.classifier import Classifier
 from mgtta.models.export import export_net
-from mgtta.models.norms import batch_norms
+from mgtta.models.norms import batch_norms, chosen_parameters
 from mgtta.models.statistics import StreamStatistics
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
@@ -72,11 +72,13 @@ class Method(MethodState, Budgeted):
         optimizer: OptimizerFactory,
         decay: float = math.inf,
     ) -> None:
-        """Declare the parameters of the model that adapt, and the optimizer that moves them."""
+        """Declare the parameters of the model that adapt, unless the user chose others, and the optimizer."""
         self.model.use_batch_statistics()
         if batch_norms(self.model.net):
             self.statistics = StreamStatistics(self.model.net)
-        wanted = {id(p) for p in params(self.model)}
+        chosen = self.model.adapts
+        found = params(self.model) if chosen is None else chosen_parameters(self.model.net, chosen)
+        wanted = {id(p) for p in found}
         self.adapted = {name: p for name, p in self.model.named_parameters() if id(p) in wanted}
         for name, p in self.adapted.items():
             if p.dtype not in (torch.float32, torch.float64):

@@ -10,6 +10,7 @@ import typer
 OWN_OPTIONS = {  # arguments of `mgtta.create` that --set does not take -> the option that gives them
     "guard": "--guard",
     "low_memory": "--low-memory",
+    "norm_types": "mgtta.load_model(..., norm_types=...) in the function of --model package.module:build",
     "precision": "--precision",
     "process_group": "torchrun",
     "schedule": "--schedule",

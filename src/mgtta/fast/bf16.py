@@ -25,7 +25,7 @@ def lower(model: Classifier) -> Classifier:
 
     `model.full_precision` keeps the values from before on the CPU, so that an export is not rounded.
     """
-    norms = set(norm_layers(model.net).values())
+    norms = set(norm_layers(model.net, model.norm_types).values())
     for prefix, module in model.net.named_modules():
         if module in norms:
             module.register_forward_pre_hook(_raise)

@@ -13,7 +13,7 @@ from mgtta._lib.files import fingerprint
 from mgtta.models.checks import FirstBatches, check_images, check_logits, refused
 from mgtta.models.features import Tap, TapReader, feature_taps
 from mgtta.models.head import HeadTap, head_layer, linear_head, logits_of
-from mgtta.models.norms import batch_norms
+from mgtta.models.norms import Chosen, as_norm_types, batch_norms
 from mgtta.models.statistics import use_batch_statistics, use_running_statistics
 
 SAME = 1e-5  # largest difference of features that were pooled in another order, as a share of the largest value
@@ -30,11 +30,14 @@ class Classifier(nn.Module):
         size: what `input_size` returns; None: what the network tells.
         takes_empty: whether a batch of no images returns no logits (a rank's share of a small batch) or is refused.
         image_dtype: in which images are normalised; None: the dtype of the weights.
+        norm_types: classes of a user's own that count as normalisation layers.
+        adapts: the parameters that adapt, if a user chose them; see `mgtta.create`.
         full_precision: name in the network -> float32 value on the CPU, of weights that were rounded to bfloat16.
     """
 
     takes_empty = False
     image_dtype: torch.dtype | None = None
+    adapts: Chosen | None = None
     mean: Tensor | None
     std: Tensor | None
     classes: Tensor | None
@@ -49,6 +52,7 @@ class Classifier(nn.Module):
         classes: Sequence[int] | None = None,
         normalised: bool = False,
         size: tuple[int, float] | None = None,
+        norm_types: Sequence[type[nn.Module]] | type[nn.Module] = (),
     ):
         super().__init__()
         if (mean is None) != (std is None):
@@ -59,6 +63,7 @@ class Classifier(nn.Module):
         self.name = name or type(net).__name__
         self.normalised = normalised
         self.size = size
+        self.norm_types = as_norm_types(norm_types)
         self.register_buffer("mean", _per_channel(mean))
         self.register_buffer("std", _per_channel(std))
         self.register_buffer("classes", None)
@@ -66,7 +71,7 @@ class Classifier(nn.Module):
         if classes is not None:
             self.classes = _class_index(classes, net)
             self._last_class = int(self.classes.max())
-        self._taps: list[Tap | HeadTap] = [*feature_taps(net)]
+        self._taps: list[Tap | HeadTap] = [*feature_taps(net, self.norm_types)]
         self._uses_batch_statistics = False
         self._first_batches = FirstBatches()
         self.full_precision: dict[str, Tensor] = {}

@@ -18,6 +18,7 @@ from mgtta._lib.shipped import shipped
 from mgtta._lib.timm import timm
 from mgtta.models.checks import one_logit
 from mgtta.models.classifier import Classifier
+from mgtta.models.norms import as_norm_types
 from mgtta.models.processor import preprocessing
 from mgtta.models.weights import load_weights
 
@@ -34,6 +35,7 @@ def load_model(
     std: Sequence[float] | None = None,
     normalised: bool = False,
     processor: Any = None,
+    norm_types: Sequence[type[nn.Module]] | type[nn.Module] = (),
     **timm_arguments: Any,
 ) -> Classifier:
     """Return the Classifier of a timm name or of a copy of your own module, in evaluation mode.
@@ -50,6 +52,7 @@ def load_model(
         mean, std: the input normalisation; by default the timm model's own, and none for another module.
         normalised: your images are already normalised, so the model applies no mean and std.
         processor: a Hugging Face image processor, its configuration or its file: normalisation and size come from it.
+        norm_types: classes of your own layers that count as normalisation layers.
         timm_arguments: passed to `timm.create_model`, such as `num_classes` or `img_size`.
     """
     net, name = _net(name_or_module, checkpoint, pretrained, timm_arguments)
@@ -64,13 +67,19 @@ def load_model(
         load_weights(net, checkpoint)
     if classes is not None:
         own["classes"] = classes
+    if norm_types:
+        own["norm_types"] = norm_types
     return Classifier(net, name=name, **own)
 
 
-def as_classifier(model: nn.Module) -> Classifier:
+def as_classifier(model: nn.Module, norm_types: Sequence[type[nn.Module]] | type[nn.Module] = ()) -> Classifier:
     """Return the model itself, or, for a plain module, its Classifier."""
     model = _without_compile(model)
-    return model if isinstance(model, Classifier) else load_model(model)
+    if not isinstance(model, Classifier):
+        return load_model(model, norm_types=norm_types)
+    if norm_types and as_norm_types(norm_types) != model.norm_types:
+        raise ValueError("give norm_types to mgtta.load_model, so that source statistics read the same layers")
+    return model
 
 
 def _without_compile(module: nn.Module) -> nn.Module:
@@ -186,6 +195,7 @@ def _settings_of(built: Classifier, name: Any, given: dict[str, Any]) -> dict[st
         "classes": None if built.classes is None else built.classes.tolist(),
         "normalised": built.normalised,
         "size": built.size,
+        "norm_types": built.norm_types,
     }
 
 
