@@ -124,6 +124,7 @@ def test_resmlp_adapts_by_its_affine_layers():
     mixer = timm.models.mlp_mixer
     small = {"img_size": 32, "patch_size": 8, "num_blocks": 2, "embed_dim": 16, "mlp_ratio": 4, "num_classes": CLASSES}
     net = mixer.MlpMixer(block_layer=mixer.ResBlock, norm_layer=mixer.Affine, **small)
+    torch.nn.init.normal_(net.head.weight)  # timm's is zero
     model = mgtta.load_model(net, norm_types=mixer.Affine)
     _, features = model.features(images(4))
     assert {f.shape for f in features} == {(4, 16)}
