@@ -139,8 +139,9 @@ def _net(
     timm_arguments: dict[str, Any],
 ) -> tuple[nn.Module, str]:
     """Return the network, or the Classifier that a user's function built, and its name."""
-    is_name = isinstance(name_or_module, str)
-    is_timm_name = is_name and name_or_module not in shipped("models") and not BUILDER.fullmatch(name_or_module)
+    is_timm_name = isinstance(name_or_module, str) and not (
+        name_or_module in shipped("models") or BUILDER.fullmatch(name_or_module)
+    )
     only_for_timm = list(timm_arguments)
     if pretrained is not None:
         only_for_timm.append("pretrained")
