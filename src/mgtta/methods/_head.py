@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from mgtta.models.checks import IMAGE_AXES
 from mgtta.models.classifier import Classifier
 from mgtta.models.head import LOGITS
-from mgtta.models.source import IMAGE_AXES, SourceStatistics
+from mgtta.models.source import SourceStatistics
 
 
 def through_head(model: Classifier, direction: Tensor, every_class: bool = False, layer: str | None = None) -> Tensor:

@@ -47,6 +47,7 @@ class DeYO(Method):
     all_norms: the norm layers of the last quarter of the network adapt too.
     """
 
+    changes_images = True
     random: torch.Generator
     shares_batches = True
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from mgtta._lib.files import check_kind, check_weights, read_tensors, write_tensors
 from mgtta._lib.shipped import shipped
 from mgtta.models.batches import image_batches
+from mgtta.models.checks import IMAGE_AXES
 from mgtta.models.classifier import Classifier
 from mgtta.models.head import LOGITS, HeadTap
 from mgtta.models.loading import as_classifier
 
 KIND = "mgtta source statistics"
 VERSION = 2  # 1: without `head`, `head_layer` and `mirrored`
-IMAGE_AXES = 4  # (N, channels, height, width)
 LARGEST_VALUE = 20  # of a clean image, also of a normalised one
 MIRRORED_IMAGES = 512  # of which mirror images are predicted: their share has a standard error of at most 2 %
 
@@ -84,8 +84,7 @@ def source_statistics(
     layer = LOGITS
     same = False
     for x in image_batches(clean_images, batch_size):
-        if x.is_floating_point() and not (x.isfinite().all() and x.abs().max() < LARGEST_VALUE):
-            raise ValueError("clean images must be finite; give uint8 pixels, or floats in [0, 1]")
+        _check(x)
         if not sums:
             layer = model.head_layer(x[:2])
         logits, features = model.features(x, HeadTap(layer))
@@ -102,6 +101,14 @@ def source_statistics(
     *mean, head = [total.mean(count).to(dtype) for total in sums]
     std = [total.std(count).to(dtype) for total in sums[:-1]]
     return SourceStatistics(mean, std, count, model.name, model.fingerprint(), head, layer, same, alike.share())
+
+
+def _check(x: Tensor) -> None:
+    """Raise an error unless the values are finite, and those of images small."""
+    if not x.is_floating_point():
+        return
+    if not x.isfinite().all() or (x.ndim == IMAGE_AXES and x.abs().max() >= LARGEST_VALUE):
+        raise ValueError("clean images must be finite; give uint8 pixels, or floats in [0, 1]")
 
 
 class _Alike:
