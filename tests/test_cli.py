@@ -119,6 +119,20 @@ def test_adapt_a_timm_model_from_a_checkpoint_and_a_tar(run, folder, tmp_path):
     assert len((tmp_path / "p.csv").read_text().splitlines()) == 4
 
 
+def test_adapt_takes_a_model_of_your_own_function(run, folder, tmp_path, monkeypatch):
+    lines = ["import mgtta", "def build():", "    return mgtta.load_model('glyphs_vit')"]
+    (tmp_path / "own_glyphs.py").write_text("\n".join(lines))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "p.csv"
+    named = options(model="own_glyphs:build", out=out, method="tent", batch_size=6)
+    code, _, error = run("adapt", folder, *named)
+    assert code == 0, error
+    shipped = tmp_path / "shipped.csv"
+    run("adapt", folder, *options(model="glyphs_vit", out=shipped, method="tent", batch_size=6))
+    assert out.read_text() == shipped.read_text()
+
+
 def test_source_then_train_then_adapt(run, folder, tmp_path):
     code, out, err = run("source", folder, "--model", "glyphs_vit", "--out", tmp_path / "src", "--device", "cpu")
     assert code == 0, err

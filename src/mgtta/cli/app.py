@@ -51,6 +51,7 @@ def _program(
 
 def main() -> None:
     """Run the command in sys.argv. An error is one line without a traceback; MGTTA_TRACE=1 shows the traceback."""
+    sys.path.append(os.getcwd())  # where --model package.module:build looks last
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED_CODE))  # so that temporary files are removed
     try:
         check_renamed(sys.argv[1:])

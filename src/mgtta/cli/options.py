@@ -10,6 +10,7 @@ import typer
 OWN_OPTIONS = {  # arguments of `mgtta.create` that --set does not take -> the option that gives them
     "guard": "--guard",
     "low_memory": "--low-memory",
+    "norm_types": "mgtta.load_model(..., norm_types=...) in the function of --model package.module:build",
     "precision": "--precision",
     "process_group": "torchrun",
     "schedule": "--schedule",
@@ -17,7 +18,11 @@ OWN_OPTIONS = {  # arguments of `mgtta.create` that --set does not take -> the o
 }
 
 Model = Annotated[
-    str, typer.Option(help="A timm name, or a small ViT that comes with the package: glyphs_vit, glyphs_plain.")
+    str,
+    typer.Option(
+        help="A timm name; a small ViT that comes with the package: glyphs_vit, glyphs_plain; or your own function, "
+        "package.module:build."
+    ),
 ]
 Checkpoint = Annotated[Path | None, typer.Option(help="Weights: .safetensors, or .pth of plain tensors.")]
 NumClasses = Annotated[

@@ -21,6 +21,8 @@ OF_ALL = (  # settings of every method
     "pull",
     "gather",
     "recall",
+    "params",
+    "norm_types",
     "settings",
 )
 MADE_BY = {  # required setting -> its remedy

@@ -131,9 +131,7 @@ class Recipe:
         return {
             "guard": True,
             "schedule": pure and learns,
-            "pull": learns,
-            "gather": learns,
-            "recall": learns,
+            **dict.fromkeys(("pull", "gather", "recall", "params"), learns),
             "bf16": pure,
             "ranks": self.method.shares_batches,
             "resume": True,

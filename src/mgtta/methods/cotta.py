@@ -46,6 +46,7 @@ class CoTTA(Method):
     symmetric: the loss of the authors' ImageNet system; False is the paper's, for which see methods/cotta.py.
     """
 
+    changes_images = True
     random: torch.Generator
 
     def __init__(

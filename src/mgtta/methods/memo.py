@@ -53,6 +53,7 @@ class MEMO(Method):
     prior: how many images the source's statistics of BatchNorm layers count for.
     """
 
+    changes_images = True
     cannot_export = "it adapts to each image and goes back to the source"
     random: torch.Generator
 

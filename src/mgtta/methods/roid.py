@@ -38,6 +38,7 @@ PAPER = Paper(
 class ROID(Method):
     """Weighted likelihood ratios, weights ensembled with the source, priors corrected (Marsden et al., WACV 2024)."""
 
+    changes_images = True
     cannot_export = "it corrects predictions by the classes of a batch"
     random: torch.Generator
     probs: Tensor

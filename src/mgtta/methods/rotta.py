@@ -49,6 +49,7 @@ class RoTTA(Method):
     lambda_t, lambda_u: weights of age and uncertainty, by which an image leaves the memory.
     """
 
+    changes_images = True
     engine: EagerEngine
     random: torch.Generator
 

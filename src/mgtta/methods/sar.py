@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mgtta.adaptation.method import Method, OptimizerFactory
 from mgtta.adaptation.step import EagerEngine, Pass
@@ -61,7 +61,7 @@ class SAR(Method):
         recovery: float = 0.2,
     ):
         super().__init__(model)
-        self.learns(_early, partial(SAM, base=optimizer, rho=rho))
+        self.learns(early_norm_parameters, partial(SAM, base=optimizer, rho=rho))
         self.margin = margin
         self.recovery = recovery
         self.average: float | None = None  # e_m
@@ -130,7 +130,3 @@ class SAR(Method):
         super().load_own_state(own)
         self.average = own["average"]
         self.recoveries = own["recoveries"]
-
-
-def _early(classifier: nn.Module) -> list[nn.Parameter]:
-    return early_norm_parameters(classifier.get_submodule("net"))

@@ -41,6 +41,7 @@ class SPA(Method):
     entropy_weight: 0.1 joins it with TENT.
     """
 
+    changes_images = True
     engine: EagerEngine
     random: torch.Generator
     predictor: Tensor
