@@ -29,7 +29,7 @@ from packages import EFFICIENTNET_LITE0, FROST, RESNET50, Package, checked, fetc
 from torch import Tensor
 
 import mgtta
-from mgtta._lib.files import atomic, command, write_tensors
+from mgtta._lib.files import atomic, write_tensors
 from mgtta._lib.timm import timm
 from mgtta.data.datasets import open_dataset
 from mgtta.data.streams import stream
@@ -145,7 +145,7 @@ def top1(model: mgtta.Classifier, images: str) -> tuple[float, int]:
 def make_network(args: argparse.Namespace, file: Path) -> None:
     package, convert, name = NETWORKS[args.what]
     state = convert(file)
-    about = {"format": "pt", "made_from": str(package), "sha256": package.sha256, "command": command()}
+    about = {"format": "pt", "made_from": str(package), "package_sha256": package.sha256}
     write_tensors(args.out, state, about)
     model = mgtta.load_model(name, checkpoint=args.out)
     print(f"{args.out}: --model {name}, weights {model.fingerprint()}")

@@ -97,7 +97,7 @@ class Lab:
         self._sets: dict[Any, Any] = {}
         self._kept_stream: Any = None  # a cell's `stream`
         self._kept_batches: list[Any] = []
-        self._seen: dict[str | None, dict[str, str]] = {}
+        self._seen: dict[Any, dict[str, str]] = {}
         self.fingerprint = self.model().fingerprint()
 
     def model(self, images: Any = None) -> Classifier:
@@ -282,7 +282,10 @@ class Lab:
         kind = None
         if cell.domains[0] in KINDS:
             kind = cell.domains[0]
-        domains = self._domains(cell, self.images(cell.split, cell.data, kind))
+        if cell.sets:
+            domains = [Domain(name, self.images(cell.split, path)) for name, path in cell.sets]
+        else:
+            domains = self._domains(cell, self.images(cell.split, cell.data, kind))
         images = domains[0].dataset
         if self._kept_stream == cell.stream:
             return self._kept_batches, images
@@ -327,9 +330,10 @@ class Lab:
 
     def seen(self, cell: Cell) -> dict[str, str]:
         """Return hashes of what the cell reads from disk, as it is now."""
-        if cell.data not in self._seen:
-            self._seen[cell.data] = seen(self.setup, [cell])
-        return self._seen[cell.data]
+        named = (cell.data, cell.sets)
+        if named not in self._seen:
+            self._seen[named] = seen(self.setup, [cell])
+        return self._seen[named]
 
     def _described(self, cell: Cell, record: Record, precision: str) -> dict[str, Any]:
         model = self.model()
@@ -430,7 +434,8 @@ def asked(cell: Cell) -> dict[str, Any]:
     """Return the cell's fields as a record has them."""
     fields = dataclasses.asdict(cell)
     lists = {name: list(fields[name]) for name in ("domains", "without")}
-    return {**fields, **lists, "settings": dict(cell.settings)}
+    sets = [list(pair) for pair in cell.sets]
+    return {**fields, **lists, "sets": sets, "settings": dict(cell.settings)}
 
 
 def _characters(split: str, count: int) -> Glyphs:
