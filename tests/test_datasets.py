@@ -148,7 +148,7 @@ with_simplejpeg = pytest.mark.skipif(
 @pytest.fixture
 def both(monkeypatch):
     """What comes of an encoded image with simplejpeg, and that it is the same without."""
-    monkeypatch.setattr(images, "_crop", lambda image, *_: image)  # every pixel counts
+    monkeypatch.setattr(images, "crop", lambda image, *_: image)  # every pixel counts
 
     def outcome(data):
         try:

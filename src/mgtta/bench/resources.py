@@ -33,7 +33,7 @@ from mgtta.bench.needs import (
 from mgtta.bench.provenance import check_apart, seen
 from mgtta.data.cache import Held, Room
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS, frost_source
-from mgtta.data.datasets import KINDS, is_imagenet_c, open_dataset, synsets
+from mgtta.data.datasets import KINDS, is_cifar_c, is_imagenet_c, open_dataset, synsets
 from mgtta.data.glyphs import STAND_INS, TEST_SEED, VALIDATION_SEED, Glyphs
 from mgtta.data.streams import Domain, corrupted, stream
 from mgtta.evaluation.loop import OnBatch, evaluate
@@ -134,7 +134,7 @@ class Lab:
             return Held(_characters(split, count), self.room)
         if path is None:
             raise ValueError("validation images are needed: name them with --validation, other images than the test's")
-        if Path(path).is_dir() and is_imagenet_c(Path(path)):
+        if Path(path).is_dir() and (is_cifar_c(Path(path)) or is_imagenet_c(Path(path))):
             return path
         return Held(open_dataset(path, kind=kind, **self._sizes), self.room)
 

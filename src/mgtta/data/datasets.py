@@ -6,17 +6,19 @@ A label is a column of the scored logits. If a set has fewer than ImageNet's 100
 
 import os
 import re
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from mgtta._lib.errors import unknown
-from mgtta.data.images import ImageError, decode, is_image, is_other_image, left_out, warn_left_out
+from mgtta.data.images import ImageError, crop, decode, is_image, is_other_image, left_out, warn_left_out
 from mgtta.data.shards import expand, is_tar, split
 from mgtta.data.shards import samples as read_samples
 
@@ -33,6 +35,8 @@ KINDS = {
     "folder": "one folder of images for each class",
     "flat": "images without labels, in one folder",
     "tar": "WebDataset shards: KEY.jpg beside KEY.cls, in one .tar or several",
+    "arrays": "one .npz: images, uint8 (N, H, W, 3); labels (N,) and names of classes if it has them",
+    "cifar-c": "CORRUPTION.npy and labels.npy; CIFAR-10-C from zenodo.org/records/2535967, -100-C from 3555552",
 }
 SUBSETS = ("imagenet-r", "imagenet-a")  # only the classes that they hold are scored
 SYNSET = re.compile(r"n\d{8}")
@@ -149,6 +153,28 @@ class ImageTars(ImageDataset):
         return self._places[i].read(), self._places[i].name
 
 
+class ImageArrays(ImageDataset):
+    """Images in memory, or in a file that is mapped into it: (N, H, W, 3) uint8."""
+
+    def __init__(
+        self, images: np.ndarray, labels: np.ndarray | None = None, *, name: str = "the images", **options: Any
+    ):
+        if images.ndim != 4 or images.shape[3] != 3 or images.dtype != np.uint8:
+            raise ValueError(f"{name} must be uint8 (N, H, W, 3), not {images.dtype} {images.shape}")
+        if labels is not None and (labels.shape != (len(images),) or labels.dtype.kind not in "iu"):
+            raise ValueError(f"{name}: labels must be {len(images)} integers, not {labels.dtype} {labels.shape}")
+        numbers = [str(i) for i in range(len(images))]
+        super().__init__(numbers, None if labels is None else labels.tolist(), **options)
+        self.images = images
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"image {i} of {len(self)}")
+        image = torch.from_numpy(np.array(self.images[i])).permute(2, 0, 1)
+        label = -1 if self.labels is None else int(self.labels[i])
+        return crop(image, self.size, self.crop_pct).contiguous(), label
+
+
 def open_dataset(
     path: str | os.PathLike | Sequence[str],
     *,
@@ -162,7 +188,8 @@ def open_dataset(
     """Return the data set at `path`; its kind is guessed from what is found there.
 
     A `.tar`, several of them by braces or globs (`val-{000..049}.tar`), or a URL is a WebDataset. A folder of
-    folders has one class in each; ImageNet's synsets get ImageNet's order. A folder of images has no labels.
+    folders has one class in each; ImageNet's synsets get ImageNet's order. A folder of images has no labels. A `.npz`
+    holds the arrays `images` and, if it has them, `labels` and the names `classes`.
 
     Args:
         kind: one of KINDS. Give it if the guess is wrong, or for an error that says where to download the set.
@@ -179,6 +206,8 @@ def open_dataset(
         return ImageTars(split(expand(path), part), cache_dir, **options)
     if part is not None:
         raise ValueError(f"only WebDataset shards are split over ranks, and {path} is not one")
+    if kind == "arrays" or os.fspath(path).endswith(".npz"):
+        return _arrays(Path(path).expanduser(), options)
     root = Path(path).expanduser()
     if root.is_file():
         raise _not_found(root, kind, "it is a file")
@@ -186,6 +215,8 @@ def open_dataset(
         raise _not_found(root, kind, "it does not exist")
     if kind == "imagenet-c" or (kind is None and is_imagenet_c(root)):
         raise ValueError(f"{root} is ImageNet-C: open one corruption with imagenet_c({str(root)!r}, NAME)")
+    if kind == "cifar-c" or (kind is None and is_cifar_c(root)):
+        raise ValueError(f"{root} is CIFAR-C: open one corruption with cifar_c({str(root)!r}, NAME)")
     guess = "folder" if _class_folders(root) else "flat"
     return ImageFolder(root, kind or guess, **options)
 
@@ -207,6 +238,48 @@ def imagenet_c(root: str | os.PathLike, corruption: str, severity: int = 5, **op
     if any(SYNSET.fullmatch(name) for name in _folders(folder)):
         return ImageFolder(folder, "imagenet", **options)
     return ImageFolder(folder, "folder", **options)
+
+
+def cifar_c(root: str | os.PathLike, corruption: str, severity: int = 5, **options: Any) -> ImageArrays:
+    """Return one corruption of CIFAR-10-C or -100-C as published: the severities follow each other in its file."""
+    root = Path(root).expanduser()
+    if not is_cifar_c(root):
+        raise _not_found(root, "cifar-c", "it has no labels.npy")
+    if severity not in range(1, 6):
+        raise unknown("severity", severity, "12345")
+    file = root / f"{corruption}.npy"
+    if not file.is_file():
+        found = sorted(path.stem for path in root.glob("*.npy") if path.stem != "labels")
+        raise unknown(f"corruption in {root}:", corruption, found)
+    images = np.load(file, mmap_mode="r", allow_pickle=False)
+    labels = np.load(root / "labels.npy", allow_pickle=False)
+    if len(images) != len(labels) or len(images) % 5:
+        raise ValueError(f"{file} has {len(images)} images, and labels.npy {len(labels)}: download both again")
+    each = len(images) // 5
+    rows = slice(each * (severity - 1), each * severity)
+    return ImageArrays(images[rows], labels[rows], name=str(file), **options)
+
+
+def is_cifar_c(root: Path) -> bool:
+    """Return whether the folder has the layout of CIFAR-10-C: one array for each corruption, and labels."""
+    return (root / "labels.npy").is_file()
+
+
+def _arrays(path: Path, options: dict[str, Any]) -> ImageArrays:
+    """Return the data set in a .npz file."""
+    if not path.is_file():
+        raise _not_found(path, "arrays", "it does not exist")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = {name: file[name] for name in ("images", "labels", "classes") if name in file}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} cannot be read as a .npz of plain arrays ({error}): write it again") from error
+    if "images" not in found:
+        raise ValueError(f"{path} has no array named images: np.savez({path.name!r}, images=..., labels=...)")
+    classes = None
+    if "classes" in found:
+        classes = [str(name) for name in found["classes"]]
+    return ImageArrays(found["images"], found.get("labels"), name=str(path), classes=classes, **options)
 
 
 def _folders(root: Path) -> list[str]:

@@ -9,6 +9,7 @@ Shapes: N images of a batch, (N, 3, H, W).
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from mgtta._lib import profile
 from mgtta._lib.errors import unknown
 from mgtta._lib.ranks import Alone, share
 from mgtta.data.corruptions import CORRUPTIONS, SEVERITIES, VALIDATION_CORRUPTIONS, corrupt
-from mgtta.data.datasets import imagenet_c
+from mgtta.data.datasets import cifar_c, imagenet_c, is_cifar_c
 from mgtta.data.images import ImageError
 from mgtta.data.plan import Planned, label_shift, plan_batches
 
@@ -73,7 +74,7 @@ def corrupted(images: Any, names: Sequence[str] | None = None, severity: int = 5
     """Return one domain for each corruption.
 
     Args:
-        images: a clean data set, which is corrupted on the fly, or the folder of ImageNet-C as published.
+        images: a clean data set, which is corrupted on the fly, or the folder of ImageNet-C or CIFAR-C as published.
         names: the corruptions; by default the 15 of ImageNet-C.
         options: for the published folder those of `open_dataset`; on the fly `frost_textures`.
     """
@@ -107,7 +108,8 @@ def _domain(name: str, images: Any, corruption: str, severity: int, options: dic
     if severity not in SEVERITIES:
         raise unknown("severity", severity, map(str, SEVERITIES))
     if isinstance(images, str | os.PathLike):
-        return Domain(name, imagenet_c(images, corruption, severity, **options))
+        published = cifar_c if is_cifar_c(Path(images)) else imagenet_c
+        return Domain(name, published(images, corruption, severity, **options))
     return Domain(name, images, corruption, severity, **options)
 
 

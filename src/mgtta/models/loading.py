@@ -164,7 +164,8 @@ def _create(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module
 def _load_weights(net: nn.Module, checkpoint: str | os.PathLike) -> None:
     """Load the weights of a checkpoint strictly."""
     own = net.state_dict()
-    state = _unwrapped(read_weights(checkpoint), own)
+    counters = {name: value for name, value in own.items() if name.endswith("num_batches_tracked")}
+    state = counters | _unwrapped(read_weights(checkpoint), own)  # BatchNorm's counters, which old files do not have
     problems = _differences(state, own)
     if problems:
         raise ValueError(
