@@ -33,6 +33,8 @@ class Setup:
     precision: str = "fp32"  # as `create` takes it
     profile: bool = False  # records say where the time went
     num_classes: int | None = None  # of the checkpoint; None: the model's own
+    classes: str | None = None  # file of the model's classes, for trees of class folders
+    restrict: bool = False  # score only the classes that have a folder
 
     @property
     def head(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from mgtta.bench.needs import (
 from mgtta.bench.provenance import check_apart, seen
 from mgtta.data.cache import Held, Room
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS, frost_source
-from mgtta.data.datasets import KINDS, is_cifar_c, is_imagenet_c, open_dataset, synsets
+from mgtta.data.datasets import KINDS, is_cifar_c, is_imagenet_c, open_dataset, read_classes
 from mgtta.data.glyphs import STAND_INS, TEST_SEED, VALIDATION_SEED, Glyphs
 from mgtta.data.streams import Domain, corrupted, stream
 from mgtta.evaluation.loop import OnBatch, evaluate
@@ -111,10 +111,10 @@ class Lab:
             if classes is not None:
                 self.watch.note(f"images of {len(classes)} classes are scored over these classes only")
         model = self._models[key]
-        if names is not None and len(names) != model.num_classes and not set(names) <= synsets().keys():
+        if names is not None and len(names) != model.num_classes:
             raise ValueError(
                 f"the images have {len(names)} classes, {model.name} has {model.num_classes}: name a --checkpoint for "
-                "these classes with --num-classes, or add the missing folders, empty"
+                "these classes with --num-classes, or the model's classes with --classes"
             )
         return model
 
@@ -136,7 +136,11 @@ class Lab:
             raise ValueError("validation images are needed: name them with --validation, other images than the test's")
         if Path(path).is_dir() and (is_cifar_c(Path(path)) or is_imagenet_c(Path(path))):
             return path
-        return Held(open_dataset(path, kind=kind, **self._sizes), self.room)
+        options = self._sizes
+        if self.setup.classes is not None:
+            options["classes"] = read_classes(self.setup.classes)
+        restrict = self.setup.restrict and (split == "test" or Path(path).is_dir())
+        return Held(open_dataset(path, kind=kind, restrict=restrict, **options), self.room)
 
     @property
     def _sizes(self) -> dict[str, Any]:

@@ -10,12 +10,14 @@ import typer
 from mgtta.cli.inputs import device_of, process_group
 from mgtta.cli.options import (
     Checkpoint,
+    Classes,
     Corruptions,
     Device,
     Methods,
     Model,
     NumClasses,
     Precision,
+    Restrict,
     Source,
     Timeout,
     names,
@@ -84,6 +86,8 @@ def bench(
     model: Model = "glyphs_vit",
     checkpoint: Checkpoint = None,
     num_classes: NumClasses = None,
+    classes: Classes = None,
+    restrict: Restrict = False,
     data: Data = None,
     validation: Validation = None,
     variant: Variant = [],
@@ -125,6 +129,8 @@ def bench(
         precision=precision,
         profile=profile,
         num_classes=num_classes,
+        classes=None if classes is None else str(classes),
+        restrict=restrict,
     )
     amount = _amount(quick, corruptions, seconds, images, data) | _of_streams(experiment, set_, single, rounds)
     options = Options(names(methods), seeds, _variants(variant, experiment, data), generator, **amount)
