@@ -143,6 +143,8 @@ def run(args: argparse.Namespace) -> None:
         generator=args.generator,
         images=args.images,
         device=args.device,
+        frost_textures=None if args.frost_textures is None else str(args.frost_textures),
+        constants=args.constants,
     )
     store = Store(args.out)
     more: dict[str, Any] = {"workers": args.workers}
@@ -161,7 +163,9 @@ def run(args: argparse.Namespace) -> None:
 def _write(records: list[dict[str, Any]], args: argparse.Namespace) -> None:
     protocol = records[0]["protocol"]
     tuned = "chosen on training images under the validation corruptions" if args.sweep else "the recipes' own"
-    asked = f"python benchmarks/cifar.py run --seeds {args.seeds} --rounds {args.rounds}"
+    asked = f"python benchmarks/cifar.py run --seeds {args.seeds} --rounds {args.rounds} --constants {args.constants}"
+    if args.frost_textures is not None:
+        asked += " --frost-textures FROST"
     if not args.sweep:
         asked += " --no-sweep"
     words = (
@@ -222,6 +226,8 @@ def main() -> None:
     running.add_argument("--images", type=int, help="of each corruption; by default all")
     running.add_argument("--rounds", type=int, default=10)
     running.add_argument("--round-images", type=int, help="of each corruption in a round; by default all")
+    running.add_argument("--constants", default="cifar", help="cifar: the published ones; imagenet: larger, shrunk")
+    running.add_argument("--frost-textures", type=Path, help="folder of images, such as those of weights.py frost")
     running.add_argument("--generator", default=Setup.generator)
     running.add_argument("--sweep", action=argparse.BooleanOptionalAction, default=True)
     running.add_argument("--workers", type=int, default=0)

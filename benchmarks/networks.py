@@ -57,21 +57,16 @@ class Network:
     checkpoint: str
     test: str
     validation: str
+    constants: str  # of the corruptions
     judged_at: float
 
 
+IMAGENET = ("imagenet-val5k-0000{1..2}.tar", "imagenet-val5k-00000.tar", "imagenet")
+CIFAR = ("cifar10_test.npz", "cifar10_validation.npz", "cifar")
 NETWORKS = (
-    Network(
-        "deit_tiny_patch16_224",
-        "deit_tiny_patch16_224.safetensors",
-        "imagenet-val5k-0000{1..2}.tar",
-        "imagenet-val5k-00000.tar",
-        1e-3,
-    ),
-    Network(
-        "keras_resnet50", "resnet50.safetensors", "imagenet-val5k-0000{1..2}.tar", "imagenet-val5k-00000.tar", 5e-3
-    ),
-    Network("cifar_resnet56", "cifar10_resnet56.safetensors", "cifar10_test.npz", "cifar10_validation.npz", 5e-3),
+    Network("deit_tiny_patch16_224", "deit_tiny_patch16_224.safetensors", *IMAGENET, 1e-3),
+    Network("keras_resnet50", "resnet50.safetensors", *IMAGENET, 5e-3),
+    Network("cifar_resnet56", "cifar10_resnet56.safetensors", *CIFAR, 5e-3),
 )
 
 
@@ -100,8 +95,10 @@ class Pupil:
         others = Part(images, args.images, args.images + args.judges)
         clean = stream(images, first=args.source_images, device=args.device)
         self.source = mgtta.source_statistics(self.model, clean)
-        self.images = shifted_images(own, args.images, shuffle=False, device=args.device)
-        self.judges = list(stream(corrupted(others, VALIDATION_CORRUPTIONS), batch_size=BATCH, device=args.device))
+        constants = network.constants
+        self.images = shifted_images(own, args.images, shuffle=False, device=args.device, constants=constants)
+        domains = corrupted(others, VALIDATION_CORRUPTIONS, constants=constants)
+        self.judges = list(stream(domains, batch_size=BATCH, device=args.device))
 
     def accuracy(self, generator: mgtta.MetaGradientGenerator) -> float:
         """Return the mean top-1 on the judges, the network being adapted with the generator."""
@@ -224,6 +221,7 @@ def _of_network(network: Network, generator: str, args: argparse.Namespace) -> l
         generator=generator,
         images=args.images,
         device=args.device,
+        constants=network.constants,
     )
     methods = [m for m in METHODS if m != "bn" or network.name not in NO_BATCHNORM]
     if generator != SHIPPED:

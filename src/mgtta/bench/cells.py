@@ -35,6 +35,8 @@ class Setup:
     num_classes: int | None = None  # of the checkpoint; None: the model's own
     classes: str | None = None  # file of the model's classes, for trees of class folders
     restrict: bool = False  # score only the classes that have a folder
+    frost_textures: str | None = None  # folder of images for frost; None: generated
+    constants: str = "imagenet"  # of the corruptions
 
     @property
     def head(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ def seen(setup: Setup, cells: Iterable[Cell]) -> dict[str, str]:
         ("--validation", setup.validation),
         ("--source", setup.source),
         ("--generator", setup.generator),
+        ("--frost-textures", setup.frost_textures),
     }
     for cell in cells:
         named.add(("--variant", cell.data))

@@ -176,6 +176,8 @@ class Lab:
         """Return the file of a generator; the first process that asks trains it, and others wait for it."""
         setup = self.setup
         parts = [training, training.judges, self.fingerprint, setup.data is None, setup.validation, self.source.images]
+        if setup.constants != Setup.constants:
+            parts.append(setup.constants)
         path = self.folder / "generators" / f"{digest(parts)}.safetensors"
         with _locked(path.with_suffix(".lock")):
             if not path.exists():
@@ -185,7 +187,8 @@ class Lab:
     def _train(self, training: Training, path: Path) -> None:
         self.watch.note(f"a generator is {training}")
         images = self.images("validation")
-        x = shifted_images(images, training.images, seed=training.seed, device=self.setup.device)
+        how = self._corrupting(images)
+        x = shifted_images(images, training.images, seed=training.seed, device=self.setup.device, **how)
         if len(x) < training.images:
             raise ValueError(f"training needs {training.images} validation images, and there are {len(x)}")
         checkpoint = path.with_suffix(".part")  # a training that was stopped resumes from here
@@ -212,7 +215,7 @@ class Lab:
             return None
         if names is not None and len(names) != self.model().num_classes:
             return None
-        domains = corrupted(images, VALIDATION_CORRUPTIONS)
+        domains = corrupted(images, VALIDATION_CORRUPTIONS, **self._corrupting(images))
         batches = list(stream(domains, first=training.judges, device=self.setup.device))
         if batches[0].y is None:
             return None
@@ -323,14 +326,17 @@ class Lab:
         corruption, _, own = name.partition("/")
         if own:
             severity = int(own)
-        options = {}
-        if isinstance(images, str):
-            options = self._sizes
-        [domain] = corrupted(images, [corruption], severity, **options)
+        [domain] = corrupted(images, [corruption], severity, **self._corrupting(images))
         if isinstance(images, str):
             held = self._sets.setdefault((images, corruption, severity), Held(domain.dataset, self.room))
             domain = dataclasses.replace(domain, dataset=held)
         return dataclasses.replace(domain, name=name)
+
+    def _corrupting(self, images: Any) -> dict[str, Any]:
+        """Return the options of `corrupted`: for published files their size, else how images are corrupted."""
+        if isinstance(images, str):
+            return self._sizes
+        return {"frost_textures": self.setup.frost_textures, "constants": self.setup.constants}
 
     def seen(self, cell: Cell) -> dict[str, str]:
         """Return hashes of what the cell reads from disk, as it is now."""
@@ -369,7 +375,9 @@ class Lab:
         validation = self.setup.validation
         if self.setup.data is None and not validation:
             validation = "other rendered characters"
-        corruptions: str | None = f"mgtta, on the fly; frost: {frost_source()}"
+        corruptions: str | None = f"mgtta, on the fly; frost: {frost_source(self.setup.frost_textures)}"
+        if self.setup.constants != Setup.constants:
+            corruptions = f"{corruptions}; constants: {self.setup.constants}"
         if cell.severity == 0:
             corruptions = None
         elif isinstance(self.images(cell.split, cell.data), str):

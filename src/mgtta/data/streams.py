@@ -68,6 +68,7 @@ class Domain:
     corruption: str | None = None
     severity: int = 5
     frost_textures: str | os.PathLike | None = None  # as in `corrupt`
+    constants: str = "imagenet"  # as in `corrupt`
 
 
 def corrupted(images: Any, names: Sequence[str] | None = None, severity: int = 5, **options: Any) -> list[Domain]:
@@ -76,7 +77,7 @@ def corrupted(images: Any, names: Sequence[str] | None = None, severity: int = 5
     Args:
         images: a clean data set, which is corrupted on the fly, or the folder of ImageNet-C or CIFAR-C as published.
         names: the corruptions; by default the 15 of ImageNet-C.
-        options: for the published folder those of `open_dataset`; on the fly `frost_textures`.
+        options: for the published folder those of `open_dataset`; on the fly `frost_textures` and `constants`.
     """
     return [_domain(name, images, name, severity, options) for name in _known(names)]
 
@@ -327,6 +328,7 @@ def _corrupt(x: Tensor, rows: Tensor, domains: Sequence[Domain], seed: int) -> T
             index=rows[mine, 1],
             seed=seed,
             frost_textures=domain.frost_textures,
+            constants=domain.constants,
         )
     return x
 
