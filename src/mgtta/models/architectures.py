@@ -21,7 +21,7 @@ def keras_resnet50(pretrained: bool = False, num_classes: int = 1000, **_: Any) 
     """
     _refuse(pretrained, "keras_resnet50", "python benchmarks/weights.py resnet50 writes them")
     norm = partial(nn.BatchNorm2d, eps=KERAS_EPS)
-    net = timm.create_model("resnet50", num_classes=num_classes, norm_layer=norm)
+    net: Any = timm.create_model("resnet50", num_classes=num_classes, norm_layer=norm)
     for stage in (net.layer2, net.layer3, net.layer4):
         stage[0].conv1.stride = (2, 2)
         stage[0].conv2.stride = (1, 1)
