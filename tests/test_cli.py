@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 import mgtta
 from mgtta import cli
+from mgtta.data.datasets import synsets
 from mgtta.data.glyphs import CLASSES as CHARACTERS
 from mgtta.data.glyphs import Glyphs
 
@@ -331,9 +332,32 @@ def test_adapt_scores_only_the_classes_of_synset_folders_and_says_so(run, tmp_pa
     root = write_glyphs(tmp_path / "images", lambda i, label: ("n01440764", "n01443537")[i % 2])
     save_file(mgtta.load_model(ARCHITECTURE, pretrained=False).net.state_dict(), tmp_path / "w.safetensors")
     model = options(model=ARCHITECTURE, checkpoint=tmp_path / "w.safetensors", device="cpu")
-    code, _, err = run("adapt", root, *model, *options(method="noadapt", out=tmp_path / "p.csv"))
+    command = ["adapt", root, *model, *options(method="noadapt", out=tmp_path / "p.csv"), "--compare"]
+    code, _, err = run(*command, "--restrict")
     assert code == 0, err
     assert "scored over those 2 of the model's 1000 classes" in err
+    rows = csv.DictReader((tmp_path / "p.csv").read_text().splitlines())
+    assert {row["class"] for row in rows} <= {"n01440764", "n01443537"}
+    code, _, err = run(*command)  # all classes, under ImageNet's numbers
+    assert code == 0, err
+    rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
+    names = sorted(synsets(), key=synsets().get)
+    assert {row["label"] for row in rows} == {"0", "1"}
+    assert [row["class"] for row in rows] == [names[int(row["prediction"])] for row in rows]
+    assert [row["source_class"] for row in rows] == [row["class"] for row in rows]
+
+
+def test_adapt_takes_a_file_that_says_which_folder_is_which_class(run, tmp_path):
+    root = write_glyphs(tmp_path / "images", lambda i, label: ("zebra", "ape")[i % 2])
+    last = len(CHARACTERS) - 1
+    numbers = [str(i) for i in range(1, last)]
+    (tmp_path / "classes.txt").write_text("\n".join(["zebra", *numbers, "ape"]))
+    out = tmp_path / "p.csv"
+    command = ["adapt", root, *options(model="glyphs_vit", method="noadapt", device="cpu", out=out)]
+    code, _, err = run(*command, "--classes", tmp_path / "classes.txt")
+    assert code == 0, err
+    labels = {(row["image"].split("/")[0], row["label"]) for row in csv.DictReader(out.read_text().splitlines())}
+    assert labels == {("zebra", "0"), ("ape", str(last))}
 
 
 def test_adapt_takes_images_by_name_or_shuffled(run, tmp_path):

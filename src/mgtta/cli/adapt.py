@@ -9,11 +9,13 @@ from mgtta.cli.errors import plain_warnings
 from mgtta.cli.inputs import model_and_data, process_group, source_of
 from mgtta.cli.options import (
     Checkpoint,
+    Classes,
     Clean,
     Device,
     Model,
     NumClasses,
     Precision,
+    Restrict,
     Resume,
     Size,
     Skip,
@@ -39,6 +41,9 @@ Start = Annotated[Path | None, typer.Option(help="State to start from, with its 
 Export = Annotated[Path | None, typer.Option(help="File for the adapted weights, .safetensors, which timm loads.")]
 SaveEvery = Annotated[int, typer.Option(min=1, help="Batches between two saves of --resume.")]
 Guarded = Annotated[bool, typer.Option("--guard", help="Watch for collapse, and undo it.")]
+Compare = Annotated[
+    bool, typer.Option("--compare", help="Write the source model's prediction, too: one more forward pass.")
+]
 LowMemory = Annotated[bool, typer.Option("--low-memory", help="On the fast path: keep few activations.")]
 Schedule = Annotated[str, typer.Option(help="always; auto: learn mostly after a shift.")]
 SplitShards = Annotated[bool, typer.Option("--split-shards", help="Under torchrun: each rank opens only its own tars.")]
@@ -68,6 +73,9 @@ def adapt(
     low_memory: LowMemory = False,
     schedule: Schedule = "always",
     size: Size = None,
+    classes: Classes = None,
+    restrict: Restrict = False,
+    compare: Compare = False,
     skip_unreadable: Skip = False,
     device: Device = None,
     split_shards: SplitShards = False,
@@ -85,7 +93,10 @@ def adapt(
     if start is not None and "lr" in chosen:
         raise ValueError("--start continues at the learning rate of its state: leave out --set lr")
     part = ranks.part if split_shards else None
-    classifier, dataset = model_and_data(model, checkpoint, num_classes, data, size, skip_unreadable, device, part)
+    scored: dict[str, Any] = {"classes": classes, "restrict": restrict}
+    classifier, dataset = model_and_data(
+        model, checkpoint, num_classes, data, size, skip_unreadable, device, part, **scored
+    )
     chosen |= _needed(method, classifier, chosen, source, clean, size)
     how: dict[str, Any] = {"precision": precision, "low_memory": low_memory, "schedule": schedule}
     order: dict[str, Any] = {"batch_size": batch_size, "images": images, "shuffle": shuffle}
@@ -95,9 +106,9 @@ def adapt(
         if start is not None:
             mgtta.load_state(adapting, start)
         same = {"settings": setting, "schedule": schedule}
-        name = Path(data).name
+        more: dict[str, Any] = {"domain": Path(data).name, "compare": classifier if compare else None}
         result = mgtta.adapt_stream(
-            adapting, dataset, out, **order, **files, protocol=same, split_shards=split_shards, domain=name
+            adapting, dataset, out, **order, **files, protocol=same, split_shards=split_shards, **more
         )
     if ranks.first:
         typer.echo(result)

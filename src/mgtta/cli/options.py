@@ -33,6 +33,10 @@ Clean = Annotated[str | None, typer.Option(help="Clean images to compute the sta
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default the GPU if there is one.")]
 Size = Annotated[int | None, typer.Option(min=1, help="Side of the images in pixels; by default the model's own.")]
 Skip = Annotated[bool, typer.Option("--skip-unreadable", help="Skip and count unreadable images.")]
+Classes = Annotated[
+    Path | None, typer.Option(help="Text file of the model's classes in its order, one a line: the folders' names.")
+]
+Restrict = Annotated[bool, typer.Option("--restrict", help="Score only the classes that have a folder.")]
 Resume = Annotated[Path | None, typer.Option(help="Checkpoint file; if it exists, the run resumes from it.")]
 Methods = Annotated[str, typer.Option(help="Names, separated by commas; see `mgtta list`.")]
 Corruptions = Annotated[str, typer.Option(help="Names, separated by commas; by default the 15 of ImageNet-C.")]

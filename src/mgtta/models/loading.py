@@ -16,6 +16,7 @@ from torch import nn
 from mgtta._lib.files import read_tensors
 from mgtta._lib.shipped import shipped
 from mgtta._lib.timm import timm
+from mgtta.models import architectures  # noqa: F401  (adds names to timm's)
 from mgtta.models.checks import one_logit
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import as_norm_types

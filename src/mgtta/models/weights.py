@@ -17,13 +17,16 @@ WRAPPERS = (  # where a foreign checkpoint may keep its weights; averaged ones f
     "model_state_dict",
 )
 AVERAGED = re.compile(r"(^|[._])ema([._]|$)")  # in the prefix of averaged weights, such as "model_ema.module."
+COUNTER = "num_batches_tracked"  # of BatchNorm layers, which old files do not have
 PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile and Lightning
 
 
 def load_weights(net: nn.Module, checkpoint: str | os.PathLike) -> None:
     """Load the weights of a checkpoint strictly."""
     own = net.state_dict()
-    state = _unwrapped(read_weights(checkpoint), own)
+    counters = {name: value for name, value in own.items() if name.endswith(COUNTER)}
+    needed = {name: value for name, value in own.items() if name not in counters}
+    state = counters | _unwrapped(read_weights(checkpoint), needed)
     problems = _differences(state, own)
     if problems:
         raise ValueError(

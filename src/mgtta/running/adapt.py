@@ -10,20 +10,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from mgtta._lib.bars import progress_bar
 from mgtta._lib.files import writable, write_tensors
 from mgtta._lib.ranks import Alone
+from mgtta._lib.timm import timm
 from mgtta.adaptation.wrapper import Adapting
 from mgtta.data.datasets import open_dataset
 from mgtta.data.streams import Batch, Stream, split_stream, stream
 from mgtta.evaluation.loop import evaluate
 from mgtta.evaluation.record import Record
+from mgtta.models.loading import as_classifier
 from mgtta.running.predictions import PredictionWriter, format_of, prediction_file
 from mgtta.running.resume import Run, Totals, save_state
 
 PathLike = str | os.PathLike
+IMAGENET_CLASSES = 1000
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ def adapt_stream(
     protocol: Mapping[str, Any] | None = None,
     split_shards: bool = False,
     domain: str | None = None,
+    compare: nn.Module | None = None,
     progress: bool = True,
 ) -> StreamResult:
     """Predict every image of a data set, adapting along the way, and write the predictions to a file.
@@ -87,6 +92,8 @@ def adapt_stream(
         protocol: plain values of your own that must be the same when the run resumes, such as the learning rate.
         split_shards: each rank reads only its own tars of a path; a data set is taken to be this rank's own.
         domain: name of the stream; by default the name of the path.
+        compare: a model, such as the one that the method was made from: its predictions are written beside the
+            method's, for one more forward pass.
         progress: show a progress bar.
     """
     _check_resume(resume, shuffle, split_shards)
@@ -100,11 +107,14 @@ def adapt_stream(
         bar = stack.enter_context(_Bar(f"{method.name} on {name}", len(planned), progress and method.ranks.first))
         if resume is not None:
             settings = _protocol(method, dataset, out, batch_size, images, protocol)
+            if compare is not None:
+                settings["compare"] = as_classifier(compare).fingerprint()
             run = stack.enter_context(Run(Path(resume), method, Path(out), dataset, settings, batch_size, save_every))
             planned = planned.after(run.position)
             bar.skip(run.position)
         batches, classes = _labelled(method, dataset, planned)
-        on_batch = stack.enter_context(_writing(Path(out), dataset, classes, method.ranks, run, bar))
+        names = classes or _imagenet_names(method)
+        on_batch = stack.enter_context(_writing(Path(out), dataset, names, method.ranks, run, bar, _source(compare)))
         records = evaluate(method, batches, reset="never", on_batch=on_batch)
         _save(method, state, export)
         if run is not None:
@@ -180,10 +190,32 @@ def _labelled(method: Adapting, dataset: Any, planned: Stream) -> tuple[Iterable
     if method.ranks.first:
         warnings.warn(
             f"{len(classes)} class folders, but the model has {method.model.num_classes} classes: the labels are not "
-            "used",
+            "used; a file of the model's classes says which folder is which (--classes)",
             stacklevel=3,
         )
     return (batch._replace(y=None) for batch in planned), None
+
+
+def _imagenet_names(method: Adapting) -> list[str] | None:
+    """Return ImageNet's names of the classes, for a timm model with the 1000 classes of ImageNet; else None."""
+    config = getattr(method.model.net, "pretrained_cfg", None) or {}
+    if config.get("num_classes") != IMAGENET_CLASSES or method.model.num_classes != IMAGENET_CLASSES:
+        return None
+    info = timm.data.ImageNetInfo()
+    return [info.index_to_description(i) for i in range(IMAGENET_CLASSES)]
+
+
+def _source(model: nn.Module | None) -> Callable[[Tensor], Tensor] | None:
+    """Return what gives the logits of a model that does not adapt."""
+    if model is None:
+        return None
+    classifier = as_classifier(model)
+
+    def logits(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return classifier(x)
+
+    return logits
 
 
 class _Bar:
@@ -209,15 +241,21 @@ class _Bar:
 
 @contextmanager
 def _writing(
-    out: Path, dataset: Any, classes: Sequence[str] | None, ranks: Alone, run: Run | None, bar: _Bar
+    out: Path,
+    dataset: Any,
+    classes: Sequence[str] | None,
+    ranks: Alone,
+    run: Run | None,
+    bar: _Bar,
+    source: Callable[[Tensor], Tensor] | None,
 ) -> Iterator[Callable[[Record, Batch, Tensor], None]]:
     """Give what `evaluate` calls after each batch: it writes predictions, saves checkpoints, and moves the bar."""
     names = _names(dataset)
     place: Any
     if run is None:
-        place = prediction_file(out, names, classes, ranks)
+        place = prediction_file(out, names, classes, ranks, source)
     else:
-        place = nullcontext(PredictionWriter(run.file, format_of(out), names, classes, ranks))
+        place = nullcontext(PredictionWriter(run.file, format_of(out), names, classes, ranks, source))
     with place as writer:
 
         def on_batch(record: Record, batch: Batch, logits: Tensor) -> None:
