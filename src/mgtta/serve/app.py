@@ -30,6 +30,7 @@ from mgtta import __version__
 from mgtta.data.images import ImageError
 from mgtta.serve.intake import HttpLimits, Intake
 from mgtta.serve.metrics import Metrics
+from mgtta.serve.page import LiveView
 from mgtta.serve.pictures import TooManyImagesError, batch_of
 from mgtta.serve.store import check_name
 from mgtta.serve.stream import Answer, CannotExportError
@@ -82,6 +83,8 @@ class Report(BaseModel):
     entropy: float | None
     shifts: int
     recalled: int
+    alarms: int
+    resting: bool
     frozen: bool
     bytes: int
     loaded: bool
@@ -112,6 +115,7 @@ class Web:
         self.limits = limits
         self.intake = Intake(limits)
         self.metrics = Metrics(streams)
+        self.live = LiveView(streams, labels)
         self._decoders = anyio.CapacityLimiter(limits.decoders)
         self._exports = asyncio.Semaphore(1)  # each holds a whole network in memory
 
@@ -236,6 +240,8 @@ def create_app(
 
     app = FastAPI(title="mgtta serve", version=__version__, docs_url=None, redoc_url=None, lifespan=closing)
     app.include_router(_endpoints(web))
+    app.state.live = web.live
+    app.add_api_route("/", web.live.page, methods=["GET"], include_in_schema=False)
     app.add_api_route("/healthz", web.health, methods=["GET"])
     app.add_api_route("/docs", lambda: HTMLResponse(_page(app.openapi())), methods=["GET"], include_in_schema=False)
     _add_errors(app)
@@ -254,6 +260,7 @@ def _endpoints(web: Web) -> APIRouter:
     router.add_api_route(f"{stream}/reset", web.reset, methods=["POST"], response_model=Report)
     router.add_api_route(f"{stream}/freeze", web.freeze, methods=["POST"], response_model=Report)
     router.add_api_route(f"{stream}/export", web.export, methods=["GET"])
+    router.add_api_route("/v1/live", web.live.events, methods=["GET"])
     router.add_api_route("/metrics", web.figures, methods=["GET"])
     return router
 

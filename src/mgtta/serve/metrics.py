@@ -13,6 +13,7 @@ TOTALS = {
     "images": "Images that were answered",
     "batches": "Batches that were answered",
     "updates": "Updates of all streams",
+    "asked": "Images of the live view's sample that the source model was asked about",
     "refused": "Requests that were refused because too much waited",
     "failed": "Requests that failed",
     "saves": "States that were saved",
@@ -44,6 +45,10 @@ class _OfStreams(Collector):
     def collect(self) -> Iterator[Metric]:
         for name, what in TOTALS.items():
             yield CounterMetricFamily(f"mgtta_{name}", what, value=self.streams.totals[name])
+        busy = CounterMetricFamily("mgtta_busy_seconds", "Time of the computing thread", labels=["on"])
+        for name, seconds in self.streams.busy_seconds.items():
+            busy.add_metric([name], seconds)
+        yield busy
         yield GaugeMetricFamily("mgtta_streams", "Streams that are known", value=len(self.streams.names()))
         yield GaugeMetricFamily("mgtta_loaded_streams", "Streams in memory", value=self.streams.loaded_streams)
         yield GaugeMetricFamily("mgtta_queued_images", "Images that wait", value=self.streams.queued_images)

@@ -11,11 +11,25 @@ from mgtta.data.glyphs import CLASSES
 from mgtta.methods.registry import recipe
 from mgtta.models.classifier import Classifier
 from mgtta.serve.app import LOCAL_HOSTS, create_app
+from mgtta.serve.page import LiveView
 from mgtta.serve.streams import Limits, Streams
 from mgtta.serve.template import template
 
 CONNECTIONS = 1024  # at the same time; more get a 503
 DRAIN_SECONDS = 60  # for open requests, after a signal to stop
+
+
+class Server(uvicorn.Server):
+    """A server that tells viewers of the live view to leave before it waits for open requests."""
+
+    def __init__(self, config: uvicorn.Config, live: LiveView):
+        super().__init__(config)
+        self.live = live
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop to accept connections, wait for open requests, and stop the application."""
+        self.live.stopping = True
+        await super().shutdown(sockets)
 
 
 def serve(
@@ -55,7 +69,7 @@ def serve(
             timeout_graceful_shutdown=DRAIN_SECONDS,
         )
         started(f"http://{_address(host)}:{listening.getsockname()[1]}")
-        uvicorn.Server(config).run(sockets=[listening])
+        Server(config, app.state.live).run(sockets=[listening])
 
 
 def _listen(host: str, port: int) -> socket.socket:

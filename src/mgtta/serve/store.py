@@ -49,7 +49,12 @@ class StateFolder:
 
     def save(self, stream: Stream) -> None:
         """Write the state of a stream."""
-        save_state(stream.method, self.path(stream.name), run=stream.counts())
+        anchors = stream.anchors
+        stream.anchors = None
+        try:
+            save_state(stream.method, self.path(stream.name), run=stream.counts())
+        finally:
+            stream.anchors = anchors
         stream.saved()
 
     def load(self, stream: Stream) -> bool:
@@ -57,7 +62,9 @@ class StateFolder:
         path = self.path(stream.name)
         if not path.exists():
             return False
+        anchors = stream.anchors
         counts: dict[str, Any] = load_state(stream.method, path)
+        stream.anchors = anchors
         stream.load_counts(counts)
         return True
 

@@ -9,6 +9,9 @@ Images of one stream are gathered into a batch until there are `batch_images` of
 `wait_seconds`. At most `loaded_streams` streams are in memory. The one that was used least recently is saved and leaves
 first; its next request loads it again.
 
+The source model is asked about a sample of the images (see live.py), between rounds and for all streams together: when
+ASK_IMAGES of them wait, or the first has waited ASK_SECONDS.
+
 A stream is saved after `save_updates` updates, or `save_seconds` after its first change that is not saved. A kill loses
 what was learned since then. `close` answers what waits, and saves everything.
 """
@@ -28,14 +31,30 @@ import torch
 from torch import Tensor
 
 from mgtta.adaptation.wrapper import Adapting
+from mgtta.serve.live import Live
 from mgtta.serve.store import StateFolder, check_name
 from mgtta.serve.stream import Answer, Stream
-from mgtta.serve.template import own_bytes, stream_copy
+from mgtta.serve.template import own_bytes, source_model, stream_copy
 
 log = logging.getLogger("mgtta.serve")
+TOTALS = (
+    "images",
+    "batches",
+    "updates",
+    "asked",
+    "refused",
+    "failed",
+    "saves",
+    "failed_saves",
+    "loads",
+    "evictions",
+)
+BUSY = ("answer", "learn", "ask", "save")
 LEAST_RETRY_SECONDS = 1
 FIRST_IMAGE_SECONDS = 0.01  # the guess of an image's cost before one is measured
 COST_MEMORY = 0.1  # share of the latest turn in the running mean of an image's cost
+ASK_IMAGES = 16
+ASK_SECONDS = 0.5
 
 
 class OverloadedError(RuntimeError):
@@ -72,11 +91,12 @@ class Limits:
     stream_queue_commands: int = 64
     save_updates: int = 16
     save_seconds: float = 10.0
+    thumbnails: int = 12  # pictures of a stream that the live view shows
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             least = 1
-            if name.endswith("_seconds"):
+            if name.endswith("_seconds") or name == "thumbnails":
                 least = 0
             if not value >= least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
@@ -133,6 +153,7 @@ class Streams:
 
     Attributes:
         totals: counts since the start, by name.
+        busy_seconds: time spent since the start, by what it was spent on.
     """
 
     def __init__(self, method: Adapting, side: int, folder: str | Path, limits: Limits | None = None):
@@ -140,14 +161,17 @@ class Streams:
         self.side = side
         self.limits = limits or Limits()
         self.store = StateFolder(folder)
-        names = ("images", "batches", "updates", "refused", "failed", "saves", "failed_saves", "loads", "evictions")
-        self.totals = dict.fromkeys(names, 0)
+        self.source = source_model(method)
+        self.totals = dict.fromkeys(TOTALS, 0)
+        self.busy_seconds = dict.fromkeys(BUSY, 0.0)
         self.longest_pause_seconds = 0.0  # between two rounds: updates and saves
         self._reports: dict[str, dict[str, Any] | None] = dict.fromkeys(self.store.names())  # None: not read yet
         self._queues: OrderedDict[str, Queue] = OrderedDict()  # of streams with work, the next turn first
         self._queued_images = 0
         self._loaded: OrderedDict[str, Stream] = OrderedDict()  # the least recently used first
         self._due: OrderedDict[str, None] = OrderedDict()  # streams that have enough images for an update
+        self._asking: OrderedDict[str, None] = OrderedDict()  # streams with images for the source model
+        self._asking_since = math.inf
         self._image_seconds = FIRST_IMAGE_SECONDS
         self._closing = False
         self._change = threading.Condition()
@@ -191,6 +215,23 @@ class Streams:
     def is_loaded(self, name: str) -> bool:
         """Return whether a stream is in memory now."""
         return name in self._loaded
+
+    def live(self, name: str) -> Live | None:
+        """Return what the live view shows of a stream; None if the stream is not in memory."""
+        stream = self._loaded.get(name)
+        return None if stream is None else stream.live
+
+    def overview(self) -> list[dict[str, Any]]:
+        """Return what is known about each stream, with its running figures if it is in memory."""
+        with self._change:
+            reports = dict(self._reports)
+            loaded = {name: stream.live for name, stream in self._loaded.items()}
+        found = []
+        for name, report in sorted(reports.items()):
+            live = loaded.get(name)
+            figures = {} if live is None else live.figures()
+            found.append({"stream": name, **(report or {}), "loaded": live is not None, **figures})
+        return found
 
     def report(self, name: str) -> "Future[dict[str, Any]]":
         """Return what is known about a stream: its counts, its running entropy and whether it is frozen."""
@@ -314,6 +355,7 @@ class Streams:
         began = time.monotonic()
         end = began + self.limits.pause_seconds
         self._learn(end)
+        self._ask_source()
         self._save_due(end)
         self.longest_pause_seconds = max(self.longest_pause_seconds, time.monotonic() - began)
 
@@ -330,7 +372,7 @@ class Streams:
                     return None
                 if self._due:
                     return []
-                wake = min([*due.values(), *self._save_times().values()], default=math.inf)
+                wake = min([*due.values(), *self._save_times().values(), self._asking_since + ASK_SECONDS])
                 if wake <= now:
                     return []
                 self._change.wait(min(wake - now, threading.TIMEOUT_MAX))
@@ -359,6 +401,8 @@ class Streams:
             return
         with self._change:
             self._reports[name] = report
+        now = time.monotonic()
+        stream.live.took(now - w.arrived for w in work if w.images is not None)
         for w, result in zip(work, results, strict=True):
             w.future.set_result(result)
 
@@ -371,10 +415,15 @@ class Streams:
         answer = stream.answer(torch.cat(parts))
         if stream.due:
             self._due.setdefault(stream.name)
+        if stream.live.sampled:
+            self._asking.setdefault(stream.name)
+            self._asking_since = min(self._asking_since, began)
         images = len(answer.probabilities)
         self.totals["images"] += images
         self.totals["batches"] += 1
-        self._image_seconds += COST_MEMORY * ((time.monotonic() - began) / images - self._image_seconds)
+        seconds = time.monotonic() - began
+        self.busy_seconds["answer"] += seconds
+        self._image_seconds += COST_MEMORY * (seconds / images - self._image_seconds)
         shares = answer.probabilities.split([len(x) for x in parts])
         return [answer._replace(probabilities=share) for share in shares]
 
@@ -385,6 +434,7 @@ class Streams:
             stream = self._loaded.get(name)
             if stream is None or not stream.due:
                 continue
+            began = time.monotonic()
             try:
                 stream.learn()
                 self.totals["updates"] += 1
@@ -395,8 +445,35 @@ class Streams:
                 self._due[name] = None
             with self._change:
                 self._reports[name] = stream.report()
+            self.busy_seconds["learn"] += time.monotonic() - began
             if time.monotonic() >= end:
                 return
+
+    def _ask_source(self) -> None:
+        """Ask the source model about the sample of all streams, if there is enough of it or it has waited."""
+        began = time.monotonic()
+        lives = [self._loaded[name].live for name in self._asking if name in self._loaded]
+        sampled = [live.sampled for live in lives]
+        images = sum(map(len, sampled))
+        if images < ASK_IMAGES and began < self._asking_since + ASK_SECONDS:
+            return
+        self._asking.clear()
+        self._asking_since = math.inf
+        if not images:
+            return
+        for live in lives:
+            live.sampled = []
+        try:
+            with torch.no_grad():
+                x = torch.stack([s.pixels for part in sampled for s in part])
+                answers = [self.source(batch).softmax(1).cpu() for batch in x.split(self.limits.batch_images)]
+            shares = torch.cat(answers).split([len(part) for part in sampled])
+            for live, part, share in zip(lives, sampled, shares, strict=True):
+                live.asked(part, share)
+            self.totals["asked"] += images
+        except Exception:
+            log.exception("the source model cannot answer images of the live view")
+        self.busy_seconds["ask"] += time.monotonic() - began
 
     # --- which streams are in memory
 
@@ -408,7 +485,7 @@ class Streams:
             return stream
         while len(self._loaded) >= self.limits.loaded_streams:
             self._evict()
-        stream = Stream(name, stream_copy(self.method), self.limits.batch_images)
+        stream = Stream(name, stream_copy(self.method), self.limits.batch_images, self.limits.thumbnails)
         if not fresh and self.store.load(stream):
             self.totals["loads"] += 1
         else:
@@ -462,9 +539,11 @@ class Streams:
             log.exception("stream %s cannot be saved", stream.name)
 
     def _write(self, stream: Stream) -> None:
+        began = time.monotonic()
         stream.bytes = own_bytes(stream.method, self.method)
         self.store.save(stream)
         self.totals["saves"] += 1
+        self.busy_seconds["save"] += time.monotonic() - began
         with self._change:
             self._reports[stream.name] = stream.report()
 
