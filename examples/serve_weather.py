@@ -23,12 +23,11 @@ from mgtta.data.glyphs import Glyphs
 from mgtta.serve.client import Client, ServiceError
 from mgtta.serve.run import defaults_for_characters, serve
 
-CAMERAS = {  # each weather lasts for REQUESTS requests
+CAMERAS = {  # the weather that each of them sees
     "harbour": ["clear", "fog", "clear", "snow"],
     "gate": ["clear", "frost", "brightness", "frost"],
     "roof": ["clear", "clear", "spatter", "fog"],
 }
-REQUESTS = 10
 IMAGES = 16  # in a request
 PAUSE_SECONDS = 0.1  # between two requests
 METHOD = "mgtta+"
@@ -44,13 +43,19 @@ def pictures(number: int, weather: str) -> list:
     return list(x.permute(0, 2, 3, 1).numpy())
 
 
-def play(address: str, rounds: int | None) -> None:
-    """Send pictures of all cameras, for so many requests each; None: until the service stops."""
+def play(address: str, cameras: int, requests: int, rounds: int | None) -> None:
+    """Send pictures to the service.
+
+    Args:
+        cameras: how many there are.
+        requests: of each camera, after which its weather changes.
+        rounds: requests of each camera in all; None: until the service stops.
+    """
     client = Client(address)
     for number in itertools.count() if rounds is None else range(rounds):
-        for camera, weather in CAMERAS.items():
+        for camera, weather in list(CAMERAS.items())[:cameras]:
             try:
-                client.predict(camera, pictures(number, weather[number // REQUESTS % len(weather)]))
+                client.predict(camera, pictures(number, weather[number // requests % len(weather)]))
             except ServiceError as error:
                 time.sleep(error.retry_seconds or 1)
             except OSError:
@@ -62,13 +67,16 @@ def play(address: str, rounds: int | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=8000, help="0 for any that is free")
+    parser.add_argument("--cameras", type=int, default=3, help="how many, from 1 to 3")
+    parser.add_argument("--requests", type=int, default=10, help="of each camera, after which its weather changes")
     parser.add_argument("--quick", action="store_true", help="stop after a few pictures")
     args = parser.parse_args()
     rounds = 2 if args.quick else None
 
     def started(address: str) -> None:
         print(f"open {address}", flush=True)
-        threading.Thread(target=play, args=(address, rounds), daemon=True).start()
+        how = (address, args.cameras, args.requests, rounds)
+        threading.Thread(target=play, args=how, daemon=True).start()
 
     labels, settings = defaults_for_characters(METHOD)
     model = mgtta.load_model("glyphs_vit")

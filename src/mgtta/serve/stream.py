@@ -105,6 +105,7 @@ class Stream:
         before = _place(self.method)
         guarded = _wrapper(self.method, Guarded)
         events = 0 if guarded is None else len(guarded.watch.events)
+        learning = self.method.learning
         logits = self.method.step(x, learn=not self.gather).logits
         if not bool(logits.isfinite().all()):
             raise RuntimeError(f"stream {self.name!r} gives invalid predictions: reset it")
@@ -115,7 +116,7 @@ class Stream:
         if guarded is not None:
             self._note_alarms(guarded.watch.events[events:])
         shifted = self._note_shift(before)
-        if self.gather and self.method.learning and not self.resting:
+        if self.gather and learning and not self.resting:
             self._keep(x)
         self._changed()
         return Answer(probabilities, self.method.updates, shifted)
