@@ -448,6 +448,15 @@ def test_overload_is_refused_with_a_time_to_retry(tmp_path):
         assert streams.totals["refused"] == 2
 
 
+def test_images_that_would_wait_too_long_are_refused(tmp_path):
+    with serving(tmp_path, wait_seconds=30, queue_seconds=0.3) as streams:
+        streams._image_seconds = 0.01
+        streams.predict("a", pictures(31))
+        with pytest.raises(OverloadedError, match="31 images wait already, for about 0 seconds"):
+            streams.predict("b", pictures(1))
+        streams.report("a")  # a command is not
+
+
 def test_the_number_of_streams_is_bounded(tmp_path):
     with serving(tmp_path, wait_seconds=0, streams=2) as streams:
         for name in "ab":

@@ -52,7 +52,7 @@ TOTALS = (
 BUSY = ("answer", "learn", "ask", "save")
 LEAST_RETRY_SECONDS = 1
 FIRST_IMAGE_SECONDS = 0.01  # the guess of an image's cost before one is measured
-COST_MEMORY = 0.1  # share of the latest turn in the running mean of an image's cost
+COST_IMAGES = 64  # that the running mean of an image's cost looks back on
 ASK_IMAGES = 16
 ASK_SECONDS = 0.5
 
@@ -88,6 +88,7 @@ class Limits:
     streams: int = 1000  # that are known, loaded or saved
     queue_images: int = 2048  # that wait in all streams together
     stream_queue_images: int = 512
+    queue_seconds: float = 10.0  # for which images would wait, by what an image took so far
     stream_queue_commands: int = 64
     save_updates: int = 16
     save_seconds: float = 10.0
@@ -322,8 +323,11 @@ class Streams:
         if not self._thread.is_alive():
             raise ClosedError("the service has failed: restart it")
         reason = None
+        seconds = self._queued_images * self._image_seconds
         if self._queued_images + images > limits.queue_images:
             reason = f"{self._queued_images} images wait already"
+        elif images and seconds > limits.queue_seconds:
+            reason = f"{self._queued_images} images wait already, for about {seconds:.0f} seconds"
         elif waiting + images > limits.stream_queue_images:
             reason = f"{waiting} images of stream {name!r} wait already"
         elif not images and commands >= limits.stream_queue_commands:
@@ -332,8 +336,7 @@ class Streams:
             reason = f"there are {len(self._reports)} streams already"
         if reason is not None:
             self.totals["refused"] += 1
-            seconds = math.ceil(self._queued_images * self._image_seconds)
-            raise OverloadedError(f"{reason}: try again later", max(seconds, LEAST_RETRY_SECONDS))
+            raise OverloadedError(f"{reason}: try again later", max(math.ceil(seconds), LEAST_RETRY_SECONDS))
 
     # --- the thread
 
@@ -350,6 +353,8 @@ class Streams:
 
     def _round(self, turns: list[str]) -> None:
         """Answer each of these streams once; then learn and save for a while."""
+        start = time.monotonic()
+        images = self.totals["images"]
         for name in turns:
             self._turn(name)
         began = time.monotonic()
@@ -357,7 +362,12 @@ class Streams:
         self._learn(end)
         self._ask_source()
         self._save_due(end)
-        self.longest_pause_seconds = max(self.longest_pause_seconds, time.monotonic() - began)
+        now = time.monotonic()
+        self.longest_pause_seconds = max(self.longest_pause_seconds, now - began)
+        answered = self.totals["images"] - images
+        if answered:
+            share = answered / (answered + COST_IMAGES)
+            self._image_seconds += share * ((now - start) / answered - self._image_seconds)
 
     def _next_round(self) -> list[str] | None:
         """Wait for work; return the streams that are ready, in their order. None: closed, and nothing is left."""
@@ -421,9 +431,7 @@ class Streams:
         images = len(answer.probabilities)
         self.totals["images"] += images
         self.totals["batches"] += 1
-        seconds = time.monotonic() - began
-        self.busy_seconds["answer"] += seconds
-        self._image_seconds += COST_MEMORY * (seconds / images - self._image_seconds)
+        self.busy_seconds["answer"] += time.monotonic() - began
         shares = answer.probabilities.split([len(x) for x in parts])
         return [answer._replace(probabilities=share) for share in shares]
 
