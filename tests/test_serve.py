@@ -116,6 +116,19 @@ def test_a_lonely_request_is_answered_after_the_waiting_time(tmp_path):
         assert len(ask(streams, "a", pictures(1)).probabilities) == 1
 
 
+def test_a_stream_with_one_client_does_not_wait_for_others(tmp_path):
+    with serving(tmp_path, wait_seconds=0.4) as streams:
+        ask(streams, "a", pictures(1))
+        began = time.monotonic()
+        for x in pictures(3).split(1):
+            ask(streams, "a", x)
+        assert time.monotonic() - began < 3 * 0.4
+        streams.freeze("a").result(WAIT_SECONDS)  # while it works, requests come together, and then it waits again
+        futures = [streams.predict("a", x) for x in pictures(8).split(1)]
+        wait(futures, WAIT_SECONDS)
+        assert streams.totals["batches"] < 4 + 8
+
+
 def test_streams_take_turns(tmp_path):
     order = []
     with serving(tmp_path, wait_seconds=0, batch_images=2) as streams:

@@ -6,8 +6,9 @@ last save may end later. So an answer waits for learning at most `pause_seconds`
 round that it is in.
 
 Images of one stream are gathered into a batch until there are `batch_images` of them, or the first has waited
-`wait_seconds`. At most `loaded_streams` streams are in memory. The one that was used least recently is saved and leaves
-first; its next request loads it again.
+`wait_seconds`. A stream whose last turn had only one request does not wait, since it has only one client.
+At most `loaded_streams` streams are in memory. The one that was used least recently is saved and leaves first; its next
+request loads it again.
 
 The source model is asked about a sample of the images (see live.py), between rounds and for all streams together: when
 ASK_IMAGES of them wait, or the first has waited ASK_SECONDS.
@@ -121,10 +122,14 @@ class Queue:
     work: deque[Work] = field(default_factory=deque)
     images: int = 0
 
-    def ready_at(self, limits: Limits) -> float:
-        """Return the time at which the stream may take its turn."""
+    def ready_at(self, limits: Limits, alone: bool) -> float:
+        """Return the time at which the stream may take its turn.
+
+        Args:
+            alone: the last turn had only one request.
+        """
         first = self.work[0]
-        if first.command is not None or self.images >= limits.batch_images:
+        if first.command is not None or alone or self.images >= limits.batch_images:
             return first.arrived
         return first.arrived + limits.wait_seconds
 
@@ -169,6 +174,7 @@ class Streams:
         self._reports: dict[str, dict[str, Any] | None] = dict.fromkeys(self.store.names())  # None: not read yet
         self._queues: OrderedDict[str, Queue] = OrderedDict()  # of streams with work, the next turn first
         self._queued_images = 0
+        self._alone: set[str] = set()  # streams whose last turn had only one request
         self._loaded: OrderedDict[str, Stream] = OrderedDict()  # the least recently used first
         self._due: OrderedDict[str, None] = OrderedDict()  # streams that have enough images for an update
         self._asking: OrderedDict[str, None] = OrderedDict()  # streams with images for the source model
@@ -374,7 +380,7 @@ class Streams:
         with self._change:
             while True:
                 now = time.monotonic()
-                due = {name: queue.ready_at(self.limits) for name, queue in self._queues.items()}
+                due = {name: q.ready_at(self.limits, name in self._alone) for name, q in self._queues.items()}
                 ready = [name for name, at in due.items() if at <= now or self._closing]
                 if ready:
                     return ready
@@ -393,6 +399,9 @@ class Streams:
             queue = self._queues[name]
             taken = queue.take(self.limits.batch_images)
             self._queued_images -= sum(len(work.images) for work in taken if work.images is not None)
+            self._alone.discard(name)
+            if len(taken) == 1:
+                self._alone.add(name)
             if queue.work:
                 self._queues.move_to_end(name)
             else:
@@ -510,6 +519,7 @@ class Streams:
             self._write(stream)
         with self._change:
             del self._loaded[name]
+            self._alone.discard(name)
             self._reports[name] = stream.report()
         self.totals["evictions"] += 1
 
