@@ -40,7 +40,7 @@ from mgtta._lib.files import atomic
 from mgtta.data.glyphs import Glyphs
 from mgtta.data.streams import corrupted, stream
 from mgtta.serve.client import Client
-from mgtta.serve.template import template
+from mgtta.serve.template import RECALL_DOMAINS, template
 
 IMAGES = 256
 WARM_UP_SECONDS = 5.0  # of the method, and of clients that share a stream
@@ -348,6 +348,31 @@ def overload_words(found: dict[str, Any]) -> str:
         f"{found['p99 ms of answers'] / 1000:.1f} s. Memory of the process: {found['bytes before'] / MEGA:.0f} MB "
         f"before, at most {found['most bytes'] / MEGA:.0f} MB. The first "
         f"request afterwards was answered within {found['next answer ms'] / 1000:.1f} s."
+    )
+
+
+def sizing(found: dict[str, Any]) -> str:
+    """Return the tables of docs/serve.md: rates, and memory for numbers of streams."""
+    head = ["clients", "requests/s of one image", "of the direct rate", "p50", "p99"]
+    rows = []
+    for row in found["rows"]:
+        if row.get("streams") == "one each":
+            rate = [f"{row['per second']:.0f}", f"{row['of direct']:.2f}"]
+            rows.append([str(row["clients"]), *rate, f"{row['p50 ms']:.0f} ms", f"{row['p99 ms']:.0f} ms"])
+    base = found["many streams"]["bytes at the start"]
+    size = found["bytes of a stream"]
+    memory = [
+        [str(n), f"{(base + n * size) / MEGA:.0f} MB", f"{(base + n * size * (1 + RECALL_DOMAINS)) / MEGA:.0f} MB"]
+        for n in (16, 64, 256, 1000)
+    ]
+    about = found["protocol"]
+    busy = found["busy seconds"]
+    return (
+        f"`{about['model']}` with `{about['method']}` on {about['cores']} cores on which other programs ran, "
+        "each client with its own stream:\n\n"
+        f"{table(head, rows)}\n\n"
+        f"The live view's sample took {100 * busy['ask'] / sum(busy.values()):.0f} % of the computing time.\n\n"
+        f"{table(['streams in memory', 'memory, one domain each', 'with all their domains'], memory)}"
     )
 
 

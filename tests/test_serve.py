@@ -238,7 +238,7 @@ def test_a_guard_brings_a_stream_back_and_its_alarms_are_told(tmp_path):
         assert report["resting"]
         assert report["waiting"] == 0, "nothing is learned from while the source model predicts"
         assert torch.equal(torch.cat(found)[-64:], expected[-64:])
-        kinds = [mark.kind for mark in streams.live("a").since(None)[0]["marks"]]
+        kinds = [mark.kind for mark in streams.news("a").marks]
         assert kinds == ["source"] * report["alarms"]
     with serving(tmp_path, harmful()) as streams:
         after = streams.report("a").result(WAIT_SECONDS)

@@ -62,12 +62,12 @@ def test_what_the_live_view_keeps_is_bounded(monkeypatch):
         live.asked(live.sampled[:1], p[:1])
         live.mark(16 * i, "shift")
     assert len(live.sampled) == SAMPLED
-    found, told = live.since(None)
-    assert POINTS // 2 < len(found["points"]) <= POINTS
-    assert len(found["marks"]) == MARKS
-    assert len(found["pictures"]) == 3
-    assert told == {"points": 3 * POINTS, "marks": 3 * POINTS, "pictures": 3 * POINTS}
-    numbers = [point.image for point in found["points"]]
+    found = live.news()
+    assert POINTS // 2 < len(found.points) <= POINTS
+    assert len(found.marks) == MARKS
+    assert len(found.pictures) == 3
+    assert found.told == {"points": 3 * POINTS, "marks": 3 * POINTS, "pictures": 3 * POINTS}
+    numbers = [point.image for point in found.points]
     assert numbers == sorted(set(numbers))
     assert numbers[-1] == 16 * 3 * POINTS
     assert numbers[0] < 16 * POINTS, "the time line reaches back to the start"
@@ -77,11 +77,13 @@ def test_a_viewer_is_told_only_what_is_new():
     live = Live(thumbnails=2)
     live.answered(pictures(16), probabilities(16), 0)
     live.mark(16, "shift")
-    first, told = live.since(None)
-    assert (len(first["points"]), len(first["marks"])) == (1, 1)
-    assert live.since(told)[0] == {"points": [], "marks": [], "pictures": []}
+    first = live.news()
+    assert (first.fresh, len(first.points), len(first.marks)) == (True, 1, 1)
+    second = live.news(first.number, first.told)
+    assert (second.fresh, second.points, second.marks, second.pictures) == (False, [], [], [])
     live.mark(20, "recall")
-    assert [mark.kind for mark in live.since(told)[0]["marks"]] == ["recall"]
+    assert [mark.kind for mark in live.news(second.number, second.told).marks] == ["recall"]
+    assert Live(thumbnails=2).news(second.number, second.told).fresh, "the stream was loaded again"
 
 
 def test_merged_points_average_what_is_known():
@@ -115,11 +117,10 @@ def test_the_source_model_is_asked_about_a_sample(tmp_path):
         for batch in x.split(4):
             ask(streams, "a", batch)
         until(lambda: streams.totals["asked"] == 4)
-        live = streams.live("a")
-        until(lambda: len(live.since(None)[0]["pictures"]) == 4)
+        until(lambda: len(streams.news("a").pictures) == 4)
+        shown = streams.news("a").pictures
         [report] = streams.overview()
         assert streams.busy_seconds["ask"] > 0
-    shown = live.since(None)[0]["pictures"]
     assert [picture.image for picture in shown] == [0, 8, 16, 24]
     expected = mgtta.load_model(confident_vit())(x[::8]).detach().softmax(1)
     assert [picture.before.number for picture in shown] == expected.argmax(1).tolist()
@@ -133,7 +134,7 @@ def test_without_thumbnails_no_picture_is_kept(tmp_path):
     with serving(tmp_path, wait_seconds=0, thumbnails=0) as streams:
         ask(streams, "a", pictures(4))
         until(lambda: streams.totals["asked"] == 1)
-        assert streams.live("a").since(None)[0]["pictures"] == []
+        assert streams.news("a").pictures == []
         until(lambda: streams.overview()[0]["agreement"] is not None)
 
 
@@ -161,16 +162,16 @@ def test_shifts_and_resets_are_marked_and_shifts_survive_a_restart(tmp_path):
     with serving(tmp_path, tent(lr=1e-4), wait_seconds=0) as streams:
         for x in [*dark.split(32), *(255 - dark).split(32)]:
             ask(streams, "a", x)
-        marks = streams.live("a").since(None)[0]["marks"]
+        marks = streams.news("a").marks
         assert [mark.kind for mark in marks] == ["shift"]
         assert 320 < marks[0].image <= 416
     with serving(tmp_path, tent(lr=1e-4), wait_seconds=0) as streams:
         ask(streams, "a", dark[:1])
-        assert [mark.kind for mark in streams.live("a").since(None)[0]["marks"]] == ["shift"]
-        before = streams.live("a")
+        assert [mark.kind for mark in streams.news("a").marks] == ["shift"]
+        before = streams.news("a").number
         streams.reset("a").result(WAIT_SECONDS)
-        assert streams.live("a") is not before, "a viewer begins again"
-        assert [mark.kind for mark in streams.live("a").since(None)[0]["marks"]] == ["reset"]
+        assert streams.news("a").number != before, "a viewer begins again"
+        assert [mark.kind for mark in streams.news("a").marks] == ["reset"]
 
 
 # --- events
@@ -195,7 +196,7 @@ def test_events_tell_all_streams_in_brief_and_one_in_full(tmp_path):
         for name in "ab":
             ask(streams, name, pictures(4))
         until(lambda: streams.totals["asked"] == 2)
-        until(lambda: streams.live("b").since(None)[0]["pictures"])
+        until(lambda: streams.news("b").pictures)
         about, brief, full = collect(LiveView(streams, LABELS), "b", 3)
         assert about[1]["method"] == "tent"
         assert brief[0] == "streams"

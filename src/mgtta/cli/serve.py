@@ -19,6 +19,10 @@ Token = Annotated[Path | None, typer.Option(help="File with the token that clien
 LoadedStreams = Annotated[int, typer.Option(min=1, help="Streams in memory; others are saved, and loaded again.")]
 Guarded = Annotated[bool, typer.Option("--guard", help="Watch each stream for collapse, and undo it.")]
 Schedule = Annotated[str, typer.Option(help="always; auto: learn mostly after a shift.")]
+OnRay = Annotated[
+    str | None, typer.Option("--ray", help="Compute on a Ray cluster, at this address or on this machine's own.")
+]
+Replicas = Annotated[int, typer.Option(min=1, help="With --ray: processes that compute, of one CPU each.")]
 Thumbnails = Annotated[int, typer.Option(min=0, help="Last pictures of a stream in the live view; 0 for none.")]
 SaveSeconds = Annotated[float, typer.Option(min=0, help="Seconds from a change to its save, which a kill loses.")]
 
@@ -40,6 +44,8 @@ def serve(
     loaded_streams: LoadedStreams = 64,
     save_seconds: SaveSeconds = 10.0,
     thumbnails: Thumbnails = 12,
+    ray: OnRay = None,
+    replicas: Replicas = 2,
     device: Device = None,
 ) -> None:
     """Answer images over HTTP, and adapt to each stream of them. Without options: a model that reads characters."""
@@ -77,5 +83,7 @@ def serve(
             token=run.read_token(token) if token else None,
             limits=Limits(loaded_streams=loaded_streams, save_seconds=save_seconds, thumbnails=thumbnails),
             settings=chosen,
+            ray=ray,
+            replicas=replicas,
             started=lambda address: typer.echo(f"serving {model} with {method} at {address}"),
         )

@@ -28,13 +28,14 @@ from torch import Tensor
 
 from mgtta import __version__
 from mgtta.data.images import ImageError
+from mgtta.serve.cluster import AnyStreams
 from mgtta.serve.intake import HttpLimits, Intake
 from mgtta.serve.metrics import Metrics
 from mgtta.serve.page import LiveView
 from mgtta.serve.pictures import TooManyImagesError, batch_of
 from mgtta.serve.store import check_name
 from mgtta.serve.stream import Answer, CannotExportError
-from mgtta.serve.streams import ClosedError, OverloadedError, Streams, UnknownStreamError
+from mgtta.serve.streams import ClosedError, OverloadedError, UnknownStreamError
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 BINARY = {"schema": {"type": "string", "format": "binary"}}
@@ -101,7 +102,7 @@ class Web:
 
     def __init__(
         self,
-        streams: Streams,
+        streams: AnyStreams,
         *,
         labels: Sequence[str] | None,
         crop_pct: float,
@@ -165,7 +166,7 @@ class Web:
         except TimeoutError:
             headers = {"Retry-After": "1"}
             raise HTTPException(503, f"no answer within {self.limits.answer_seconds:g} seconds", headers) from None
-        except ClosedError:
+        except (ClosedError, OverloadedError, UnknownStreamError):
             raise
         except CannotExportError as error:
             raise HTTPException(409, str(error)) from error
@@ -216,11 +217,12 @@ class Web:
 
     async def figures(self) -> Response:
         """Send figures for Prometheus."""
-        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        text = await anyio.to_thread.run_sync(generate_latest, self.metrics.registry)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 def create_app(
-    streams: Streams,
+    streams: AnyStreams,
     *,
     labels: Sequence[str] | None = None,
     crop_pct: float = 0.875,

@@ -12,10 +12,10 @@ Shapes: n images, C classes.
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import count
 from statistics import quantiles
 from threading import Lock
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ MEMORY_IMAGES = MEMORY_SAMPLED * SAMPLE_IMAGES  # that the others look back on: 
 LATENCIES = 256  # requests of which percentiles are told
 RATE_SECONDS = 10  # over which images a second are counted
 SPARK_POINTS = 32  # of the small curve on a card
-_numbers = count(1)
 
 
 class Prediction(NamedTuple):
@@ -80,6 +79,17 @@ class Mark(NamedTuple):
     kind: str  # shift, recall, reset, freeze, learn, or what a guard did
 
 
+class News(NamedTuple):
+    """What is new for a viewer of a stream."""
+
+    number: str  # of the Live object
+    fresh: bool  # the viewer must forget what it was told before
+    points: list[Point]
+    marks: list[Mark]
+    pictures: list[Picture]
+    told: dict[str, int]  # what to give the next time
+
+
 class RunningMean:
     """A mean in which the latest `memory` values count most."""
 
@@ -99,13 +109,13 @@ class Live:
     """The figures of one stream since it was loaded. All functions may be called from any thread.
 
     Attributes:
-        number: another one for each object, so that a viewer notices that a stream was loaded again.
+        number: another one for each object, so that a viewer notices if a stream was loaded again.
         thumbnails: how many pictures are kept; 0: none.
         sampled: the images that wait for the source model.
     """
 
     def __init__(self, thumbnails: int):
-        self.number = next(_numbers)
+        self.number = uuid4().hex
         self.thumbnails = thumbnails
         self.sampled: list[Sampled] = []
         self._lock = Lock()
@@ -211,24 +221,25 @@ class Live:
                 "spark": [point.confidence for point in self._points[-SPARK_POINTS:]],
             }
 
-    def since(self, told: dict[str, int] | None) -> tuple[dict[str, Any], dict[str, int]]:
-        """Return the points, marks and pictures since a viewer was told; and what to give the next time.
+    def news(self, number: str | None = None, told: dict[str, int] | None = None) -> News:
+        """Return the points, marks and pictures that a viewer was not told yet.
 
         Args:
-            told: what this function gave the last time; None: the viewer knows nothing yet.
+            number, told: of the last news that the viewer was given; None if there were none.
         """
+        fresh = number != self.number or told is None
         with self._lock:
-            kept: dict[str, Sequence[Any]] = {
+            kept: dict[str, list[Any]] = {
                 "points": self._points,
                 "marks": list(self._marks),
                 "pictures": list(self._pictures),
             }
             found = {}
             for name, values in kept.items():
-                known = 0 if told is None else told[name]
-                fresh = min(self._told[name] - known, len(values))
-                found[name] = list(values[len(values) - fresh :])
-            return found, dict(self._told)
+                known = 0 if fresh or told is None else told[name]
+                unknown = min(self._told[name] - known, len(values))
+                found[name] = values[len(values) - unknown :]
+            return News(self.number, fresh, told=dict(self._told), **found)
 
 
 def merged(a: Point, b: Point) -> Point:

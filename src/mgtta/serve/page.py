@@ -13,12 +13,13 @@ from collections.abc import AsyncIterator, Sequence
 from importlib import resources
 from typing import Any
 
+import anyio
 from fastapi import HTTPException
 from fastapi.responses import HTMLResponse, StreamingResponse
 
 from mgtta import __version__
-from mgtta.serve.live import Live, Picture, Prediction
-from mgtta.serve.streams import Streams
+from mgtta.serve.cluster import AnyStreams
+from mgtta.serve.live import Picture, Prediction
 
 VIEWERS = 32  # at the same time
 EVENT_SECONDS = 0.5  # between two looks at the streams
@@ -32,7 +33,7 @@ class LiveView:
         stopping: True ends the events, so that the service can stop.
     """
 
-    def __init__(self, streams: Streams, labels: Sequence[str] | None):
+    def __init__(self, streams: AnyStreams, labels: Sequence[str] | None):
         self.streams = streams
         self.labels = labels
         self.stopping = False
@@ -59,7 +60,8 @@ class LiveView:
         try:
             yield _event("about", self._about())
             while self.streams.working and not self.stopping:
-                for kind, news in (("streams", brief.news()), ("stream", full.news())):
+                for kind, look in (("streams", brief.news), ("stream", full.news)):
+                    news = await anyio.to_thread.run_sync(look)
                     if news is not None:
                         yield _event(kind, news)
                         quiet_since = time.monotonic()
@@ -78,7 +80,7 @@ class LiveView:
 class Brief:
     """All streams in brief, for one viewer: each is told again when something about it has changed."""
 
-    def __init__(self, streams: Streams):
+    def __init__(self, streams: AnyStreams):
         self.streams = streams
         self._told: dict[str, dict[str, Any]] | None = None
 
@@ -96,32 +98,28 @@ class Brief:
 class Full:
     """One stream in full, for one viewer."""
 
-    def __init__(self, streams: Streams, name: str | None, labels: Sequence[str] | None):
+    def __init__(self, streams: AnyStreams, name: str | None, labels: Sequence[str] | None):
         self.streams = streams
         self.name = name
         self.labels = labels
-        self._live: Live | None = None
+        self._number: str | None = None
         self._told: dict[str, int] | None = None
 
     def news(self) -> dict[str, Any] | None:
-        """Return what is new; None if nothing is. `fresh` says that the viewer must forget what it was told before."""
-        live = None if self.name is None else self.streams.live(self.name)
-        if live is None:
+        """Return what is new; None if nothing is."""
+        if self.name is None:
             return None
-        fresh = live is not self._live
-        if fresh:
-            self._live = live
-            self._told = None
-        found, told = live.since(self._told)
-        if not fresh and told == self._told:
+        news = self.streams.news(self.name, self._number, self._told)
+        if news is None or (not news.fresh and news.told == self._told):
             return None
-        self._told = told
+        self._number = news.number
+        self._told = news.told
         return {
             "stream": self.name,
-            "fresh": fresh,
-            "points": [short(point._asdict()) for point in found["points"]],
-            "marks": [mark._asdict() for mark in found["marks"]],
-            "pictures": [self._picture(picture) for picture in found["pictures"]],
+            "fresh": news.fresh,
+            "points": [short(point._asdict()) for point in news.points],
+            "marks": [mark._asdict() for mark in news.marks],
+            "pictures": [self._picture(picture) for picture in news.pictures],
         }
 
     def _picture(self, picture: Picture) -> dict[str, Any]:

@@ -2,15 +2,18 @@
 
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
+from mgtta.adaptation.wrapper import Adapting
 from mgtta.data.glyphs import CLASSES
 from mgtta.methods.registry import recipe
 from mgtta.models.classifier import Classifier
 from mgtta.serve.app import LOCAL_HOSTS, create_app
+from mgtta.serve.cluster import AnyStreams, Cluster
 from mgtta.serve.page import LiveView
 from mgtta.serve.streams import Limits, Streams
 from mgtta.serve.template import template
@@ -43,6 +46,8 @@ def serve(
     token: str | None = None,
     limits: Limits | None = None,
     settings: dict[str, Any] | None = None,
+    ray: str | None = None,
+    replicas: int = 2,
     started: Callable[[str], object] = print,
 ) -> None:
     """Serve until a signal to stop; then answer what waits, save all streams and return.
@@ -51,14 +56,15 @@ def serve(
         state: folder for the states of all streams.
         port: 0 for any that is free.
         settings: of the method.
+        ray: address of a Ray cluster that computes, see cluster.py; None: this process does.
+        replicas: processes of that cluster.
         started: called with the address when it is known.
     """
     if token is None and host not in LOCAL_HOSTS:
         raise ValueError(f"anyone who reaches {host} could use the service: name a file with a token, --token FILE")
     side, crop_pct = model.input_size
-    adapting = template(method, model, **settings or {})
-    listening = _listen(host, port)
-    with listening, Streams(adapting, side, state, limits) as streams:
+    build = partial(template, method, model, **settings or {})
+    with _listen(host, port) as listening, _streams(build, side, state, limits, ray, replicas) as streams:
         app = create_app(streams, labels=labels, crop_pct=crop_pct, token=token)
         config = uvicorn.Config(
             app,
@@ -70,6 +76,14 @@ def serve(
         )
         started(f"http://{_address(host)}:{listening.getsockname()[1]}")
         Server(config, app.state.live).run(sockets=[listening])
+
+
+def _streams(
+    build: Callable[[], Adapting], side: int, state: Path, limits: Limits | None, ray: str | None, replicas: int
+) -> AnyStreams:
+    if ray is None:
+        return Streams(build(), side, state, limits)
+    return Cluster(build, side, state, limits, replicas=replicas, address=ray)
 
 
 def _listen(host: str, port: int) -> socket.socket:

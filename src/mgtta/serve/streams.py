@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from mgtta.adaptation.wrapper import Adapting
-from mgtta.serve.live import Live
+from mgtta.serve.live import News
 from mgtta.serve.store import StateFolder, check_name
 from mgtta.serve.stream import Answer, Stream
 from mgtta.serve.template import own_bytes, source_model, stream_copy
@@ -69,6 +69,9 @@ class OverloadedError(RuntimeError):
         super().__init__(message)
         self.retry_seconds = retry_seconds
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.retry_seconds)
+
 
 class ClosedError(RuntimeError):
     """The service is stopping."""
@@ -89,7 +92,7 @@ class Limits:
     streams: int = 1000  # that are known, loaded or saved
     queue_images: int = 2048  # that wait in all streams together
     stream_queue_images: int = 512
-    queue_seconds: float = 10.0  # for which images would wait, by what an image took so far
+    queue_seconds: float = 5.0  # for which images would wait, by what an image took so far
     stream_queue_commands: int = 64
     save_updates: int = 16
     save_seconds: float = 10.0
@@ -156,17 +159,20 @@ class Streams:
         method: see `mgtta.serve.template.template`; it stays as it is.
         side: of the images in pixels.
         folder: for the saved states.
+        shared: other processes use the folder, too; no two of them have the same stream.
 
     Attributes:
         totals: counts since the start, by name.
         busy_seconds: time spent since the start, by what it was spent on.
     """
 
-    def __init__(self, method: Adapting, side: int, folder: str | Path, limits: Limits | None = None):
+    def __init__(
+        self, method: Adapting, side: int, folder: str | Path, limits: Limits | None = None, shared: bool = False
+    ):
         self.method = method
         self.side = side
         self.limits = limits or Limits()
-        self.store = StateFolder(folder)
+        self.store = StateFolder(folder, shared)
         self.source = source_model(method)
         self.totals = dict.fromkeys(TOTALS, 0)
         self.busy_seconds = dict.fromkeys(BUSY, 0.0)
@@ -223,10 +229,10 @@ class Streams:
         """Return whether a stream is in memory now."""
         return name in self._loaded
 
-    def live(self, name: str) -> Live | None:
-        """Return what the live view shows of a stream; None if the stream is not in memory."""
+    def news(self, name: str, number: str | None = None, told: dict[str, int] | None = None) -> News | None:
+        """Return what is new in the live view of a stream; None if the stream is not in memory. See Live.news."""
         stream = self._loaded.get(name)
-        return None if stream is None else stream.live
+        return None if stream is None else stream.live.news(number, told)
 
     def overview(self) -> list[dict[str, Any]]:
         """Return what is known about each stream, with its running figures if it is in memory."""
@@ -302,7 +308,7 @@ class Streams:
         """Queue a command for a stream that is known."""
         work = Work(Future(), command=command, fresh=fresh)
         with self._change:
-            if name not in self._reports:
+            if name not in self._reports and not self.store.has(name):
                 raise UnknownStreamError(name)
             self._check_room(name, 0)
             self._queues.setdefault(name, Queue()).work.append(work)
