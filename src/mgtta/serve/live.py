@@ -185,9 +185,18 @@ class Live:
         if self._points and (self._images < POINT_IMAGES or now - self._points[-1].seconds < POINT_SECONDS):
             return
         self._images = 0
-        means = (self._confidence, self._entropy, self._source_confidence, self._agreement)
         median = quantiles(self._latencies, n=2)[0] if len(self._latencies) > 1 else None
-        self._points.append(Point(image, now, *(mean.mean for mean in means), self._rate(), median))
+        point = Point(
+            image=image,
+            seconds=now,
+            confidence=self._confidence.mean,
+            entropy=self._entropy.mean,
+            source_confidence=self._source_confidence.mean,
+            agreement=self._agreement.mean,
+            images_per_second=self._rate(),
+            latency_seconds=median,
+        )
+        self._points.append(point)
         self._told["points"] += 1
         if len(self._points) > POINTS:
             older = self._points[: POINTS // 2]
