@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.installed
 
-.PHONY: install demo test lint docs fuzz kill soak clean
+.PHONY: install demo demo-serve test lint docs fuzz kill soak clean
 
 install: $(READY)
 
@@ -15,6 +15,10 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)
 	$(BIN)/mgtta demo
+
+# A service whose cameras see changing weather; open the address that it prints
+demo-serve: $(READY)
+	$(BIN)/python examples/serve_weather.py
 
 # One thread per process, since there is a process per core. With worksteal a file's tests stay in one process as long
 # as both are busy, so that expensive fixtures are made once.

@@ -1,11 +1,15 @@
-"""The service on this machine: requests a second and latency over HTTP, beside the method called directly.
+"""The service on this machine: rate and latency over HTTP beside the method called directly, streams, and overload.
 
     python benchmarks/serve.py --out results
 
 A request is one image of a character under noise, as PNG. The clients are threads of this process with one connection
 each, and a client sends its next request when it has its answer. They either share one stream or have one each. The
-direct rate is that of `method(x)` with the same settings, images that are decoded already, and a batch of one. Only
-127.0.0.1 is asked, for at most --seconds and --requests in a row of the table.
+direct rate is that of `method(x)` with the same settings, images that are decoded already, and a batch of one. It is
+measured before and after each row of the table, and the row is compared with the mean of the two, so that other work on
+the machine changes both alike. Every row is the median of several repetitions. Only 127.0.0.1 is asked.
+
+Overload sends ten times as many images a second as the service answers, 16 in a request, whether or not earlier
+requests are answered.
 """
 
 import argparse
@@ -14,14 +18,19 @@ import io
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pages import table
 from PIL import Image
@@ -31,11 +40,18 @@ from mgtta._lib.files import atomic
 from mgtta.data.glyphs import Glyphs
 from mgtta.data.streams import corrupted, stream
 from mgtta.serve.client import Client
-from mgtta.serve.template import template
+from mgtta.serve.template import RECALL_DOMAINS, template
 
 IMAGES = 256
-WARM_UP_SECONDS = 2.0
+WARM_UP_SECONDS = 5.0  # of the method, and of clients that share a stream
+STREAM_SECONDS = 0.15  # more of it for each stream, which is made and saved for the first time
+LOADED_STREAMS = 64
+MANY_STREAMS = 1000
+TIMES = 10  # the sustainable load
+REQUEST_IMAGES = 16  # of the overload
+SENDERS = 256  # connections of the overload
 PATH = "/v1/streams/{}/predict"
+MEGA = 1e6
 
 
 def pictures() -> tuple[torch.Tensor, list[bytes]]:
@@ -49,46 +65,61 @@ def pictures() -> tuple[torch.Tensor, list[bytes]]:
     return batch.x, files
 
 
-def direct(x: torch.Tensor, seconds: float, requests: int) -> dict[str, Any]:
-    """Call the method with one image at a time."""
-    method = template("mgtta+", mgtta.load_model("glyphs_vit"), source="glyphs_vit", mirror=False)
-    return measured("direct", [lambda i: method(x[i % IMAGES, None])], seconds, requests)
-
-
-def over_http(address: str, files: list[bytes], clients: int, own: bool, seconds: float, limit: int) -> dict[str, Any]:
-    """Let clients ask at the same time, each for its own stream or all for one."""
-    kind = "one each" if own else "one"
-    calls = []
-    for client in range(clients):
-        name = f"own-{client}" if own else "shared"
-        connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
-        calls.append(Caller(connection, PATH.format(name), files))
-    try:
-        return {"clients": clients, "streams": kind, **measured("http", calls, seconds, limit)}
-    finally:
-        for call in calls:
-            call.connection.close()
-
-
 class Caller:
     """One connection that sends picture after picture."""
 
-    def __init__(self, connection: http.client.HTTPConnection, path: str, files: list[bytes]):
-        self.connection = connection
-        self.path = path
+    def __init__(self, address: str, name: str, files: list[bytes]):
+        self.connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=120)
+        self.path = PATH.format(name)
         self.files = files
 
     def __call__(self, i: int) -> None:
-        self.connection.request("POST", self.path, self.files[i % len(self.files)])
+        status, body = self.send(self.files[i % len(self.files)])
+        if status != 200:
+            raise RuntimeError(f"{status}: {body.decode()}")
+
+    def send(self, content: bytes) -> tuple[int, bytes]:
+        """Return status and body of the reply."""
+        self.connection.request("POST", self.path, content)
         reply = self.connection.getresponse()
-        body = reply.read()
-        if reply.status != 200:
-            raise RuntimeError(f"{reply.status}: {body.decode()}")
+        return reply.status, reply.read()
 
 
-def measured(kind: str, calls: list[Any], seconds: float, requests: int) -> dict[str, Any]:
+@contextmanager
+def service(*words: str) -> Iterator[tuple[str, int]]:
+    """Start `mgtta serve` with states in a temporary folder; yield its address and the number of its process."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "mgtta", "serve", "--state", folder, "--port", "0", "--device", "cpu", *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                assert server.stdout is not None
+                yield server.stdout.readline().split()[-1], server.pid
+            finally:
+                server.terminate()
+
+
+def resident_bytes(process: int) -> int:
+    """Return the memory of a process."""
+    [line] = [line for line in Path(f"/proc/{process}/status").read_text().splitlines() if line.startswith("VmRSS")]
+    return 1024 * int(line.split()[1])
+
+
+def metrics(address: str) -> dict[str, float]:
+    """Return the service's own figures."""
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=120)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    pairs = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in pairs}
+
+
+# --- rate and latency
+
+
+def measured(calls: list[Any], warm_up: float, seconds: float) -> dict[str, float]:
     """Return rate and latency of all calls together, after a time to warm up."""
-    begin = time.perf_counter() + WARM_UP_SECONDS
+    begin = time.perf_counter() + warm_up
     end = begin + seconds
     latencies: list[float] = []
     errors: list[BaseException] = []
@@ -96,7 +127,7 @@ def measured(kind: str, calls: list[Any], seconds: float, requests: int) -> dict
     def loop(number: int) -> None:
         i = number
         try:
-            while (now := time.perf_counter()) < end and len(latencies) < requests and not errors:
+            while (now := time.perf_counter()) < end and not errors:
                 calls[number](i)
                 i += len(calls)
                 if now >= begin:
@@ -114,7 +145,6 @@ def measured(kind: str, calls: list[Any], seconds: float, requests: int) -> dict
     took = time.perf_counter() - begin
     ordered = sorted(latencies)
     return {
-        "kind": kind,
         "requests": len(ordered),
         "per second": len(ordered) / took,
         "p50 ms": 1000 * ordered[len(ordered) // 2],
@@ -122,79 +152,256 @@ def measured(kind: str, calls: list[Any], seconds: float, requests: int) -> dict
     }
 
 
-def metric(address: str, name: str) -> float:
-    """Return one figure of the service's own."""
-    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
-    connection.request("GET", "/metrics")
-    text = connection.getresponse().read().decode()
-    connection.close()
-    [value] = [line.split()[1] for line in text.splitlines() if line.startswith(f"{name} ")]
-    return float(value)
+class Direct:
+    """The method called with one image at a time."""
+
+    def __init__(self, x: torch.Tensor):
+        self.x = x
+        self.method = template("mgtta+", mgtta.load_model("glyphs_vit"), source="glyphs_vit", mirror=False)
+        self.warm_up = WARM_UP_SECONDS
+
+    def __call__(self, seconds: float) -> dict[str, float]:
+        found = measured([lambda i: self.method(self.x[i % IMAGES, None])], self.warm_up, seconds)
+        self.warm_up = 0.0
+        return found
 
 
-def run(clients: list[int], seconds: float, requests: int) -> dict[str, Any]:
-    x, files = pictures()
-    rows = [direct(x, seconds, requests)]
-    print(rows[-1], flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        words = ["serve", "--state", folder, "--port", "0", "--device", "cpu", "--loaded-streams", "128"]
-        command = [sys.executable, "-m", "mgtta", *words]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-            try:
-                assert server.stdout is not None
-                address = server.stdout.readline().split()[-1]
-                for count in clients:
-                    for own in (False, True):
-                        rows.append(over_http(address, files, count, own, seconds, requests))
-                        print(rows[-1], flush=True)
-                pause = metric(address, "mgtta_longest_pause_seconds")
-                size = Client(address).report("shared")["bytes"]
-            finally:
-                server.terminate()
+def rates(x: torch.Tensor, files: list[bytes], clients: list[int], seconds: float, repeats: int) -> dict[str, Any]:
+    """Return the rows of the table: clients that share a stream, and clients with one each."""
+    direct = Direct(x)
+    runs: dict[tuple[int, str], list[dict[str, float]]] = {}
+    with service("--loaded-streams", "128") as (address, _):
+        before = direct(seconds)
+        alone = [before]
+        for repeat in range(repeats):
+            for count in clients:
+                for kind in ("one", "one each"):
+                    names = [f"own-{i}" if kind == "one each" else "shared" for i in range(count)]
+                    callers = [Caller(address, name, files) for name in names]
+                    warm_up = WARM_UP_SECONDS
+                    if repeat == 0 and kind == "one each":
+                        warm_up += STREAM_SECONDS * count
+                    found = measured(callers, warm_up, seconds)
+                    for caller in callers:
+                        caller.connection.close()
+                    after = direct(seconds)
+                    found["of direct"] = found["per second"] / statistics.mean(d["per second"] for d in (before, after))
+                    before = after
+                    alone.append(after)
+                    runs.setdefault((count, kind), []).append(found)
+                    print(count, kind, found, after, flush=True)
+        own = metrics(address)
+        size = Client(address).report("shared")["bytes"]
+    rows = [{"kind": "direct", **medians(alone)}]
+    rows += [{"kind": "http", "clients": count, "streams": kind, **medians(r)} for (count, kind), r in runs.items()]
+    busy = {name: own[f'mgtta_busy_seconds_total{{on="{name}"}}'] for name in ("answer", "learn", "ask", "save")}
     return {
-        "protocol": {
-            "model": "glyphs_vit",
-            "method": "mgtta+",
-            "seconds": seconds,
-            "requests at most": requests,
-            "cores": os.cpu_count(),
-            "machine": platform.machine(),
-            "torch": torch.__version__,
-        },
-        "longest pause seconds": pause,
-        "bytes of a stream": size,
         "rows": rows,
+        "longest pause seconds": own["mgtta_longest_pause_seconds"],
+        "bytes of a stream": size,
+        "busy seconds": busy,
     }
+
+
+def medians(runs: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each figure, and the least and the largest of the ratio."""
+    found = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    if "of direct" in found:
+        found["least of direct"] = min(run["of direct"] for run in runs)
+        found["most of direct"] = max(run["of direct"] for run in runs)
+    return found
+
+
+# --- many streams, and overload
+
+
+def many_streams(files: list[bytes]) -> dict[str, Any]:
+    """Ask MANY_STREAMS streams twice, of which LOADED_STREAMS fit into memory."""
+    with service("--loaded-streams", str(LOADED_STREAMS)) as (address, process):
+        began = resident_bytes(process)
+        most = began
+        seconds = []
+        caller = Caller(address, "", files)
+        for _ in range(2):
+            start = time.perf_counter()
+            for i in range(MANY_STREAMS):
+                caller.path = PATH.format(f"stream-{i}")
+                caller(i)
+                if i % 50 == 0:
+                    most = max(most, resident_bytes(process))
+            seconds.append(time.perf_counter() - start)
+        own = metrics(address)
+        return {
+            "streams": MANY_STREAMS,
+            "loaded": LOADED_STREAMS,
+            "bytes at the start": began,
+            "most bytes": max(most, resident_bytes(process)),
+            "requests a second, new streams": MANY_STREAMS / seconds[0],
+            "requests a second, saved streams": MANY_STREAMS / seconds[1],
+            "loads": own["mgtta_loads_total"],
+        }
+
+
+def overload(x: torch.Tensor, rate: float, seconds: float) -> dict[str, Any]:
+    """Send TIMES the images a second that were answered, for so many seconds; watch memory and what is refused."""
+    file = io.BytesIO()
+    np.save(file, x[:REQUEST_IMAGES].permute(0, 2, 3, 1).numpy())
+    content = file.getvalue()
+    with service() as (address, process):
+        warm = Caller(address, "camera-0", [content])
+        for i in range(8):
+            warm(i)
+        warm.connection.close()
+        began = resident_bytes(process)
+        memory = [began]
+        replies: Counter[int] = Counter()
+        latencies: list[float] = []
+        gap = REQUEST_IMAGES / (TIMES * rate)
+        numbers = iter(range(int(seconds / gap)))
+        start = time.perf_counter()
+
+        def send(sender: int) -> None:
+            for number in numbers:
+                time.sleep(max(start + number * gap - time.perf_counter(), 0))
+                sent = time.perf_counter()
+                caller = Caller(address, f"camera-{sender % 8}", [content])
+                status, _ = caller.send(content)
+                caller.connection.close()
+                replies[status] += 1
+                if status == 200:
+                    latencies.append(time.perf_counter() - sent)
+
+        threads = [threading.Thread(target=send, args=(i,)) for i in range(SENDERS)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            memory.append(resident_bytes(process))
+            time.sleep(1)
+        took = time.perf_counter() - start
+        after = time.perf_counter()
+        Caller(address, "camera-0", [content])(0)
+        return {
+            "seconds": took,
+            "times": TIMES,
+            "images a second, sent": REQUEST_IMAGES * sum(replies.values()) / took,
+            "images a second, answered": REQUEST_IMAGES * replies[200] / took,
+            "replies": {str(status): count for status, count in sorted(replies.items())},
+            "p99 ms of answers": 1000 * statistics.quantiles(latencies, n=100)[98],
+            "bytes before": began,
+            "most bytes": max(memory),
+            "next answer ms": 1000 * (time.perf_counter() - after),
+        }
+
+
+# --- the page
 
 
 def page(found: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
-    first = found["rows"][0]["per second"]
+    about = found["protocol"]
     lines = []
     for row in found["rows"]:
-        share = row["per second"] / first
-        figures = [f"{row['per second']:.1f}", f"{share:.2f}", f"{row['p50 ms']:.1f}", f"{row['p99 ms']:.1f}"]
+        ratio = ""
+        if "of direct" in row:
+            ratio = f"{row['of direct']:.2f} ({row['least of direct']:.2f} to {row['most of direct']:.2f})"
+        figures = [f"{row['per second']:.1f}", ratio, f"{row['p50 ms']:.0f}", f"{row['p99 ms']:.0f}"]
         lines.append([row["kind"], str(row.get("clients", "")), row.get("streams", ""), *figures])
     head = ["", "clients", "streams", "requests/s", "of direct", "p50 ms", "p99 ms"]
-    about = found["protocol"]
+    busy = found["busy seconds"]
+    whole = sum(busy.values())
+    shares = ", ".join(f"{name} {100 * seconds / whole:.0f} %" for name, seconds in busy.items())
     return (
         "# The service\n\n"
-        f"`{about['model']}` with `{about['method']}` on {about['cores']} cores, one image of 48 x 48 pixels in a "
-        f"request, {about['seconds']:g} s for each row.\n\n{table(head, lines)}\n\n"
-        f"The longest time for which answers waited for updates and a save: {found['longest pause seconds']:.2f} s. "
-        f"Memory of the shared stream: {found['bytes of a stream'] / 1e6:.1f} MB.\n\n"
-        "Command: `python benchmarks/serve.py --out results`\n"
+        f"`{about['model']}` with `{about['method']}` on {about['cores']} cores, with {about['threads']} thread for "
+        f"torch, one image of 48 x 48 pixels in a request. Each figure is the median of {about['repeats']} repetitions "
+        f"of {about['seconds']:g} s, after a warm-up. The direct rate was measured before and after each repetition; "
+        '"of direct" compares with the mean of the two, and has the least and the largest ratio in brackets. Other '
+        "programs ran on the machine, so the ratios say more than the rates.\n\n"
+        f"{table(head, lines)}\n\n"
+        f"The computing thread's time: {shares}. `ask` is what the live view's sample costs: the source model is asked "
+        f"about one image in eight. The longest time for which answers waited for updates and a save: "
+        f"{found['longest pause seconds']:.2f} s.\n\n"
+        f"{streams_words(found)}\n\n{overload_words(found['overload'])}\n\n"
+        "Command: `OMP_NUM_THREADS=1 python benchmarks/serve.py --out results`\n"
+    )
+
+
+def streams_words(found: dict[str, Any]) -> str:
+    """Return what was measured of many streams."""
+    many = found["many streams"]
+    return (
+        f"**{many['streams']:,} streams**, {many['loaded']} of them in memory, one image for each in turn, twice: "
+        f"{many['requests a second, new streams']:.1f} requests a second for new streams, "
+        f"{many['requests a second, saved streams']:.1f} when each is saved and loaded again ({many['loads']:.0f} "
+        f"loads). Memory of the process: {many['bytes at the start'] / MEGA:.0f} MB at the start, at most "
+        f"{many['most bytes'] / MEGA:.0f} MB. A stream holds {found['bytes of a stream'] / MEGA:.2f} MB for itself."
+    )
+
+
+def overload_words(found: dict[str, Any]) -> str:
+    """Return what was measured under overload."""
+    replies = ", ".join(f"{count:,} x {status}" for status, count in found["replies"].items())
+    return (
+        f"**Overload**: {found['images a second, sent']:.0f} images a second for {found['seconds']:.0f} s, "
+        f"{REQUEST_IMAGES} in a request, to 8 streams; {found['images a second, answered']:.0f} a second were "
+        f"answered. Replies by status: {replies}. 99 % of the answers came within "
+        f"{found['p99 ms of answers'] / 1000:.1f} s. Memory of the process: {found['bytes before'] / MEGA:.0f} MB "
+        f"before, at most {found['most bytes'] / MEGA:.0f} MB. The first "
+        f"request afterwards was answered within {found['next answer ms'] / 1000:.1f} s."
+    )
+
+
+def sizing(found: dict[str, Any]) -> str:
+    """Return the tables of docs/serve.md: rates, and memory for numbers of streams."""
+    head = ["clients", "requests/s of one image", "of the direct rate", "p50", "p99"]
+    rows = []
+    for row in found["rows"]:
+        if row.get("streams") == "one each":
+            rate = [f"{row['per second']:.0f}", f"{row['of direct']:.2f}"]
+            rows.append([str(row["clients"]), *rate, f"{row['p50 ms']:.0f} ms", f"{row['p99 ms']:.0f} ms"])
+    base = found["many streams"]["bytes at the start"]
+    size = found["bytes of a stream"]
+    memory = [
+        [str(n), f"{(base + n * size) / MEGA:.0f} MB", f"{(base + n * size * (1 + RECALL_DOMAINS)) / MEGA:.0f} MB"]
+        for n in (16, 64, 256, 1000)
+    ]
+    about = found["protocol"]
+    busy = found["busy seconds"]
+    return (
+        f"`{about['model']}` with `{about['method']}` on {about['cores']} cores on which other programs ran, "
+        "each client with its own stream:\n\n"
+        f"{table(head, rows)}\n\n"
+        f"The live view's sample took {100 * busy['ask'] / sum(busy.values()):.0f} % of the computing time.\n\n"
+        f"{table(['streams in memory', 'memory, one domain each', 'with all their domains'], memory)}"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", default="1,8,64", help="numbers of clients, separated by commas")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of a row of the table")
-    parser.add_argument("--requests", type=int, default=20_000, help="in a row of the table, at most")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of a repetition")
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions of each row of the table")
+    parser.add_argument("--overload-seconds", type=float, default=60.0)
     parser.add_argument("--out", type=Path, required=True, help="folder for serve.json and serve.md")
     args = parser.parse_args()
-    found = run([int(count) for count in args.clients.split(",")], args.seconds, args.requests)
+    clients = [int(count) for count in args.clients.split(",")]
+    x, files = pictures()
+    found = rates(x, files, clients, args.seconds, args.repeats)
+    found["many streams"] = many_streams(files)
+    print(found["many streams"], flush=True)
+    sustainable = max(row["per second"] for row in found["rows"])
+    found["overload"] = overload(x, sustainable, args.overload_seconds)
+    print(found["overload"], flush=True)
+    found["protocol"] = {
+        "model": "glyphs_vit",
+        "method": "mgtta+",
+        "seconds": args.seconds,
+        "repeats": args.repeats,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+    }
     args.out.mkdir(parents=True, exist_ok=True)
     with atomic(args.out / "serve.json") as temporary:
         temporary.write_text(json.dumps(found, indent=1) + "\n")

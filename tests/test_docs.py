@@ -136,6 +136,14 @@ def test_the_tables_of_scale_are_the_measurement(monkeypatch):
     assert scale.projection(result) in (ROOT / "docs" / "scale.md").read_text()
 
 
+def test_the_tables_of_the_service_are_the_measurement(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    serve = runpy.run_path(str(ROOT / "benchmarks" / "serve.py"))
+    result = json.loads((ROOT / "results" / "serve.json").read_text())
+    assert serve["page"](result) == (ROOT / "results" / "serve.md").read_text()
+    assert serve["sizing"](result) in (ROOT / "docs" / "serve.md").read_text()
+
+
 def test_contributing_is_short():
     assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) < 60
 

@@ -11,9 +11,11 @@ from concurrent.futures import wait
 import pytest
 import torch
 from conftest import confident_vit
+from test_guard import Bent
 from test_methods import RECIPES, make, suitable
 
 import mgtta
+from mgtta.adaptation.gathered import Gathered
 from mgtta.adaptation.wrapper import innermost
 from mgtta.data.glyphs import Glyphs
 from mgtta.data.streams import corrupted, stream
@@ -114,6 +116,19 @@ def test_a_lonely_request_is_answered_after_the_waiting_time(tmp_path):
         assert len(ask(streams, "a", pictures(1)).probabilities) == 1
 
 
+def test_a_stream_with_one_client_does_not_wait_for_others(tmp_path):
+    with serving(tmp_path, wait_seconds=0.4) as streams:
+        ask(streams, "a", pictures(1))
+        began = time.monotonic()
+        for x in pictures(3).split(1):
+            ask(streams, "a", x)
+        assert time.monotonic() - began < 3 * 0.4
+        streams.freeze("a").result(WAIT_SECONDS)  # while it works, requests come together, and then it waits again
+        futures = [streams.predict("a", x) for x in pictures(8).split(1)]
+        wait(futures, WAIT_SECONDS)
+        assert streams.totals["batches"] < 4 + 8
+
+
 def test_streams_take_turns(tmp_path):
     order = []
     with serving(tmp_path, wait_seconds=0, batch_images=2) as streams:
@@ -199,9 +214,78 @@ def test_methods_without_gradients_are_served(tmp_path, name):
         torch.testing.assert_close(ask(streams, "a", pictures(4)).probabilities, expected)
 
 
-def test_options_that_decide_within_a_step_are_refused():
-    with pytest.raises(ValueError, match="guard does not work with a service"):
-        tent(guard=True)
+# --- guard and schedule
+
+
+def harmful():
+    """A method that soon gives every image the same class, under a guard that then lets the source model predict."""
+    guard = mgtta.Guard(policy="source", sure=0.3, every=64, images=16, dominance=1.0)
+    return mgtta.guarded(Gathered(Bent(mgtta.load_model(confident_vit())), 4), guard)
+
+
+def test_a_guard_brings_a_stream_back_and_its_alarms_are_told(tmp_path):
+    x = pictures(192, seed=5)
+    expected = mgtta.load_model(confident_vit())(x).detach().argmax(1)
+    with serving(tmp_path, harmful(), wait_seconds=0) as streams:
+        found = []
+        for batch in x.split(16):
+            updates = streams.totals["updates"]
+            found.append(ask(streams, "a", batch).probabilities.argmax(1))
+            report = streams.report("a").result(WAIT_SECONDS)
+            if not report["resting"]:
+                until(lambda updates=updates: streams.totals["updates"] > updates)
+        assert report["alarms"] >= 1
+        assert report["resting"]
+        assert report["waiting"] == 0, "nothing is learned from while the source model predicts"
+        assert torch.equal(torch.cat(found)[-64:], expected[-64:])
+        kinds = [mark.kind for mark in streams.news("a").marks]
+        assert kinds == ["source"] * report["alarms"]
+    with serving(tmp_path, harmful()) as streams:
+        after = streams.report("a").result(WAIT_SECONDS)
+    kept = ("alarms", "resting", "updates", "images")
+    assert [after[name] for name in kept] == [report[name] for name in kept]
+
+
+def test_the_images_that_a_guard_keeps_are_never_saved(tmp_path):
+    method = tent(lr=1e-3, guard=mgtta.Guard(every=8, sure=0.2))
+    x = pictures(64, seed=6)
+    with serving(tmp_path, method, wait_seconds=0) as streams:
+        for batch in x.split(8):
+            ask(streams, "a", batch)
+            until(lambda: not streams._due)
+        until(lambda: streams._loaded["a"].anchors is not None)
+    [path] = tmp_path.glob("*.safetensors")
+    saved = path.read_bytes()
+    assert not any(image.numpy().tobytes()[:64] in saved for image in x)
+
+
+def test_a_scheduled_stream_learns_and_rests_as_the_method_called_directly():
+    settings = {"lr": 1e-4, "schedule": "auto", "recall": None, "gather": 16}
+    direct = tent(**settings)
+    stream = Stream("a", tent(**settings), update_images=32)
+    dark = pictures(32 * 30, seed=3) // 4
+    counts = []
+    for batch in [*dark.split(32), *(255 - dark).split(32)]:
+        torch.testing.assert_close(stream.answer(batch).probabilities, direct(batch).softmax(1))
+        if stream.due:
+            stream.learn()
+        assert stream.method.updates == direct.updates
+        counts.append(direct.updates)
+    assert counts[4] == 5
+    assert counts[29] < 15, "it rests"
+    assert counts[-1] > counts[29], "a shift wakes it"
+
+
+@pytest.mark.parametrize("option", [{"guard": True}, {"schedule": "auto"}])
+def test_copies_with_guard_or_schedule_share_what_never_changes(option):
+    method = tent(**option)
+    whole = sum(p.numel() * p.element_size() for p in method.model.parameters())
+    assert own_bytes(stream_copy(method), method) < whole / 2
+
+
+def test_a_method_that_has_no_schedule_refuses_it_by_name():
+    with pytest.raises(ValueError, match="schedule='auto' is for methods that learn from every batch"):
+        template("t3a", mgtta.load_model(confident_vit()), schedule="auto")
 
 
 # --- saving
@@ -375,6 +459,15 @@ def test_overload_is_refused_with_a_time_to_retry(tmp_path):
         with pytest.raises(OverloadedError, match="96 images wait already"):
             streams.predict("c", pictures(1))
         assert streams.totals["refused"] == 2
+
+
+def test_images_that_would_wait_too_long_are_refused(tmp_path):
+    with serving(tmp_path, wait_seconds=30, queue_seconds=0.3) as streams:
+        streams._image_seconds = 0.01
+        streams.predict("a", pictures(31))
+        with pytest.raises(OverloadedError, match="31 images wait already, for about 0 seconds"):
+            streams.predict("b", pictures(1))
+        streams.report("a")  # a command is not
 
 
 def test_the_number_of_streams_is_bounded(tmp_path):

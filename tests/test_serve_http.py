@@ -1,5 +1,6 @@
 """The service over HTTP: endpoints, limits, tokens, and a server that is killed."""
 
+import configparser
 import io
 import json
 import re
@@ -17,6 +18,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import typer
+import yaml
 from conftest import confident_vit
 from fastapi.testclient import TestClient
 from PIL import Image
@@ -24,6 +27,7 @@ from test_serve import SIDE, WAIT_SECONDS, pictures, tent, until
 
 import mgtta
 from mgtta.cli import main
+from mgtta.cli.app import app
 from mgtta.data.glyphs import CLASSES, Glyphs
 from mgtta.data.images import ImageError
 from mgtta.serve import run
@@ -448,22 +452,45 @@ def test_mistakes_are_named_before_anything_listens(tmp_path, capsys, monkeypatc
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_work_as_they_stand(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parent.parent / "docs" / "serve.md").read_text()
-    [draw] = re.findall(r"^python -c \"(.*)\"$", page, re.MULTILINE)
+def test_the_commands_of_readme_and_page_work_as_they_stand(tmp_path, monkeypatch, capsys):
+    root = Path(__file__).parent.parent
+    monkeypatch.chdir(root)
+    page = (root / "docs" / "serve.md").read_text()
     [curl] = re.findall(r"^curl .*$", page, re.MULTILINE)
+    assert re.findall(r"^curl .*$", (root / "README.md").read_text(), re.MULTILINE) == [curl]
+    [told] = re.findall(r"^```json\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     [block] = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     process, address = start(tmp_path / "state")
     try:
-        exec(draw, {})
         if shutil.which("curl"):
             words = shlex.split(curl.replace("http://127.0.0.1:8000", address))
             answer = json.loads(subprocess.run(words, capture_output=True, check=True, text=True).stdout)
-            [told] = re.findall(r"^```json\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-            assert answer.keys() == json.loads(told).keys()
-            assert answer["predictions"][0].keys() == json.loads(told)["predictions"][0].keys()
+            expected = json.loads(told)
+            assert answer.keys() == expected.keys()
+            assert answer["predictions"][0]["label"] == expected["predictions"][0]["label"]
+            assert answer["predictions"][0]["class"] == expected["predictions"][0]["class"]
         exec(block.replace("http://127.0.0.1:8000", address), {})
         assert "'stream': 'camera-1'" in capsys.readouterr().out
     finally:
         stop(process, signal.SIGTERM)
+
+
+def test_the_files_of_the_page_are_valid():
+    page = (Path(__file__).parent.parent / "docs" / "serve.md").read_text()
+    [unit] = re.findall(r"^```ini\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    parsed = configparser.ConfigParser(strict=True)
+    parsed.read_string(unit)
+    assert parsed["Service"]["SuccessExitStatus"] == "143"
+    [manifest] = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    pod = yaml.safe_load(manifest)["spec"]["template"]["spec"]
+    mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounted == {"states", "token"}
+    [dockerfile] = re.findall(r"^```dockerfile\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    words = json.loads(re.search(r"^ENTRYPOINT (.*)$", dockerfile, re.MULTILINE)[1])
+    known = {option for parameter in command().params for option in parameter.opts}
+    assert {word for word in words if word.startswith("--")} <= known
+
+
+def command():
+    """Return the command line's `serve`."""
+    return typer.main.get_command(app).commands["serve"]

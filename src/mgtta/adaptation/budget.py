@@ -48,6 +48,11 @@ class Budgeted:
         out_of_updates = self.max_updates is not None and self.updates >= self.max_updates
         return out_of_updates or (self.max_seconds is not None and self.seconds >= self.max_seconds)
 
+    @property
+    def learning(self) -> bool:
+        """True if the next images are to be learned from."""
+        return not self.paused and not self.spent
+
     def pause(self) -> None:
         """Only predict from now on; nothing that is learned or counted changes."""
         self.paused = True

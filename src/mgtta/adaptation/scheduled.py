@@ -180,19 +180,36 @@ class Scheduled(Wrapper):
 
     def step(self, x: Tensor, learn: bool = True) -> Pass:
         """Learn from x if a batch is due, else only predict it."""
-        if self.paused or self.spent:
-            return self.method.step(x, learn)
         schedule = self.schedule
-        learn = learn and schedule.due
+        if self.paused or self.spent or (schedule.due and not learn):  # what is due is learned from later, by `learn`
+            return self.method.step(x, learn)
+        learn = schedule.due
         before = self.updates if learn else 0
         seen = self.method.step(x, learn)
         if learn and self.method.waiting:  # x is kept, and learned from later, with other images
             return seen
-        schedule.note(summary(seen.logits, seen.features), learn, len(x))
-        if learn and self.updates > before:
+        self._note(seen, learn, before)
+        return seen
+
+    @property
+    def learning(self) -> bool:
+        return self.method.learning and self.schedule.due
+
+    def learn(self, x: Tensor) -> Pass:
+        if self.paused or self.spent:
+            return self.method.learn(x)
+        before = self.updates
+        seen = self.method.learn(x)
+        self._note(seen, True, before)
+        return seen
+
+    def _note(self, seen: Pass, learned: bool, before: int) -> None:
+        """Follow a batch, learned from or not; `before`: the updates before it, if it was."""
+        schedule = self.schedule
+        schedule.note(summary(seen.logits, seen.features), learned, len(seen.logits))
+        if learned and self.updates > before:
             schedule.settle()
             schedule.average(list(self.adapted.values()), last=self.spent)
-        return seen
 
     def own(self) -> dict[str, Any]:
         return copy.deepcopy(self.schedule.state())

@@ -58,6 +58,10 @@ class Wrapper(Saved):
         """Return the logits (N, C) of x from before its update, detached; then update."""
         return self.step(x).logits
 
+    def learn(self, x: Tensor) -> Pass:
+        """Make one update from images that `step` has answered without learning from them: the answer came first."""
+        return self.method.learn(x)
+
     def predict(self, x: Tensor) -> Tensor:
         """Return the logits of x as the method stands: no update, no counting, no graph."""
         return self.method.predict(x)
@@ -144,6 +148,11 @@ class Wrapper(Saved):
     @property
     def spent(self) -> bool:
         return self.method.spent
+
+    @property
+    def learning(self) -> bool:
+        """True if the next images are to be learned from."""
+        return self.method.learning
 
     @property
     def paused(self) -> bool:

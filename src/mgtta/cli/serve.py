@@ -17,6 +17,13 @@ Host = Annotated[str, typer.Option(help="Address to listen on; one that others c
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any that is free.")]
 Token = Annotated[Path | None, typer.Option(help="File with the token that clients must send.")]
 LoadedStreams = Annotated[int, typer.Option(min=1, help="Streams in memory; others are saved, and loaded again.")]
+Guarded = Annotated[bool, typer.Option("--guard", help="Watch each stream for collapse, and undo it.")]
+Schedule = Annotated[str, typer.Option(help="always; auto: learn mostly after a shift.")]
+OnRay = Annotated[
+    str | None, typer.Option("--ray", help="Compute on a Ray cluster, at this address or on this machine's own.")
+]
+Replicas = Annotated[int, typer.Option(min=1, help="With --ray: processes that compute, of one CPU each.")]
+Thumbnails = Annotated[int, typer.Option(min=0, help="Last pictures of a stream in the live view; 0 for none.")]
 SaveSeconds = Annotated[float, typer.Option(min=0, help="Seconds from a change to its save, which a kill loses.")]
 
 
@@ -28,12 +35,17 @@ def serve(
     state: State = Path("runs/serve"),
     method: Method = "mgtta+",
     setting: Setting = [],
+    guard: Guarded = False,
+    schedule: Schedule = "always",
     labels: Labels = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     token: Token = None,
     loaded_streams: LoadedStreams = 64,
     save_seconds: SaveSeconds = 10.0,
+    thumbnails: Thumbnails = 12,
+    ray: OnRay = None,
+    replicas: Replicas = 2,
     device: Device = None,
 ) -> None:
     """Answer images over HTTP, and adapt to each stream of them. Without options: a model that reads characters."""
@@ -47,7 +59,7 @@ def serve(
         raise ImportError(f"mgtta serve needs {error.name}: pip install 'mgtta[serve]'") from error
     from mgtta.serve.streams import Limits
 
-    chosen = settings(setting)
+    chosen = {"guard": guard, "schedule": schedule} | settings(setting)
     names = run.read_labels(labels) if labels else None
     if model in shipped("models"):
         characters, own = run.defaults_for_characters(method)
@@ -69,7 +81,9 @@ def serve(
             port=port,
             labels=names,
             token=run.read_token(token) if token else None,
-            limits=Limits(loaded_streams=loaded_streams, save_seconds=save_seconds),
+            limits=Limits(loaded_streams=loaded_streams, save_seconds=save_seconds, thumbnails=thumbnails),
             settings=chosen,
+            ray=ray,
+            replicas=replicas,
             started=lambda address: typer.echo(f"serving {model} with {method} at {address}"),
         )

@@ -28,12 +28,14 @@ from torch import Tensor
 
 from mgtta import __version__
 from mgtta.data.images import ImageError
+from mgtta.serve.cluster import AnyStreams
 from mgtta.serve.intake import HttpLimits, Intake
 from mgtta.serve.metrics import Metrics
+from mgtta.serve.page import LiveView
 from mgtta.serve.pictures import TooManyImagesError, batch_of
 from mgtta.serve.store import check_name
 from mgtta.serve.stream import Answer, CannotExportError
-from mgtta.serve.streams import ClosedError, OverloadedError, Streams, UnknownStreamError
+from mgtta.serve.streams import ClosedError, OverloadedError, UnknownStreamError
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 BINARY = {"schema": {"type": "string", "format": "binary"}}
@@ -82,6 +84,8 @@ class Report(BaseModel):
     entropy: float | None
     shifts: int
     recalled: int
+    alarms: int
+    resting: bool
     frozen: bool
     bytes: int
     loaded: bool
@@ -98,7 +102,7 @@ class Web:
 
     def __init__(
         self,
-        streams: Streams,
+        streams: AnyStreams,
         *,
         labels: Sequence[str] | None,
         crop_pct: float,
@@ -112,6 +116,7 @@ class Web:
         self.limits = limits
         self.intake = Intake(limits)
         self.metrics = Metrics(streams)
+        self.live = LiveView(streams, labels)
         self._decoders = anyio.CapacityLimiter(limits.decoders)
         self._exports = asyncio.Semaphore(1)  # each holds a whole network in memory
 
@@ -161,7 +166,7 @@ class Web:
         except TimeoutError:
             headers = {"Retry-After": "1"}
             raise HTTPException(503, f"no answer within {self.limits.answer_seconds:g} seconds", headers) from None
-        except ClosedError:
+        except (ClosedError, OverloadedError, UnknownStreamError):
             raise
         except CannotExportError as error:
             raise HTTPException(409, str(error)) from error
@@ -212,11 +217,12 @@ class Web:
 
     async def figures(self) -> Response:
         """Send figures for Prometheus."""
-        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        text = await anyio.to_thread.run_sync(generate_latest, self.metrics.registry)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 def create_app(
-    streams: Streams,
+    streams: AnyStreams,
     *,
     labels: Sequence[str] | None = None,
     crop_pct: float = 0.875,
@@ -236,6 +242,8 @@ def create_app(
 
     app = FastAPI(title="mgtta serve", version=__version__, docs_url=None, redoc_url=None, lifespan=closing)
     app.include_router(_endpoints(web))
+    app.state.live = web.live
+    app.add_api_route("/", web.live.page, methods=["GET"], include_in_schema=False)
     app.add_api_route("/healthz", web.health, methods=["GET"])
     app.add_api_route("/docs", lambda: HTMLResponse(_page(app.openapi())), methods=["GET"], include_in_schema=False)
     _add_errors(app)
@@ -254,6 +262,7 @@ def _endpoints(web: Web) -> APIRouter:
     router.add_api_route(f"{stream}/reset", web.reset, methods=["POST"], response_model=Report)
     router.add_api_route(f"{stream}/freeze", web.freeze, methods=["POST"], response_model=Report)
     router.add_api_route(f"{stream}/export", web.export, methods=["GET"])
+    router.add_api_route("/v1/live", web.live.events, methods=["GET"])
     router.add_api_route("/metrics", web.figures, methods=["GET"])
     return router
 

@@ -6,13 +6,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mgtta.serve.streams import Streams
+from mgtta.serve.cluster import AnyStreams
 
 BUCKETS_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 TOTALS = {
     "images": "Images that were answered",
     "batches": "Batches that were answered",
     "updates": "Updates of all streams",
+    "asked": "Images of the live view's sample that the source model was asked about",
     "refused": "Requests that were refused because too much waited",
     "failed": "Requests that failed",
     "saves": "States that were saved",
@@ -25,7 +26,7 @@ TOTALS = {
 class Metrics:
     """The counts of requests, and those of the streams as they stand when they are asked for."""
 
-    def __init__(self, streams: Streams):
+    def __init__(self, streams: AnyStreams):
         self.registry = CollectorRegistry()
         self.requests = Counter("mgtta_requests", "Requests by status", ["status"], registry=self.registry)
         self.seconds = Histogram(
@@ -38,12 +39,17 @@ class Metrics:
 
 
 class _OfStreams(Collector):
-    def __init__(self, streams: Streams):
+    def __init__(self, streams: AnyStreams):
         self.streams = streams
 
     def collect(self) -> Iterator[Metric]:
+        totals = self.streams.totals
         for name, what in TOTALS.items():
-            yield CounterMetricFamily(f"mgtta_{name}", what, value=self.streams.totals[name])
+            yield CounterMetricFamily(f"mgtta_{name}", what, value=totals[name])
+        busy = CounterMetricFamily("mgtta_busy_seconds", "Time of the computing thread", labels=["on"])
+        for name, seconds in self.streams.busy_seconds.items():
+            busy.add_metric([name], seconds)
+        yield busy
         yield GaugeMetricFamily("mgtta_streams", "Streams that are known", value=len(self.streams.names()))
         yield GaugeMetricFamily("mgtta_loaded_streams", "Streams in memory", value=self.streams.loaded_streams)
         yield GaugeMetricFamily("mgtta_queued_images", "Images that wait", value=self.streams.queued_images)

@@ -3,17 +3,20 @@
 Shapes: n images of a request, uint8 (n, 3, side, side).
 """
 
+import base64
 import io
 import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from mgtta.data.images import ImageError, decode
 
 NPY = b"\x93NUMPY"  # how a .npy file begins
+THUMBNAIL_PIXELS = 64  # the longer side, at most
 
 
 class TooManyImagesError(ValueError):
@@ -46,6 +49,15 @@ def batch_of(
     if not count:
         raise ImageError("there is no image in the request: send one as the body, or several as multipart files")
     return torch.cat(found)
+
+
+def thumbnail(image: Tensor) -> str:
+    """Return an image (3, H, W), uint8, as a small JPEG in a data address, which a page can show."""
+    picture = Image.fromarray(image.permute(1, 2, 0).cpu().numpy())
+    picture.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=85)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _npy(name: str, content: bytes, side: int) -> Tensor:

@@ -2,20 +2,37 @@
 
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
+from mgtta.adaptation.wrapper import Adapting
 from mgtta.data.glyphs import CLASSES
 from mgtta.methods.registry import recipe
 from mgtta.models.classifier import Classifier
 from mgtta.serve.app import LOCAL_HOSTS, create_app
+from mgtta.serve.cluster import AnyStreams, Cluster
+from mgtta.serve.page import LiveView
 from mgtta.serve.streams import Limits, Streams
 from mgtta.serve.template import template
 
 CONNECTIONS = 1024  # at the same time; more get a 503
 DRAIN_SECONDS = 60  # for open requests, after a signal to stop
+
+
+class Server(uvicorn.Server):
+    """A server that tells viewers of the live view to leave before it waits for open requests."""
+
+    def __init__(self, config: uvicorn.Config, live: LiveView):
+        super().__init__(config)
+        self.live = live
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop to accept connections, wait for open requests, and stop the application."""
+        self.live.stopping = True
+        await super().shutdown(sockets)
 
 
 def serve(
@@ -29,6 +46,8 @@ def serve(
     token: str | None = None,
     limits: Limits | None = None,
     settings: dict[str, Any] | None = None,
+    ray: str | None = None,
+    replicas: int = 2,
     started: Callable[[str], object] = print,
 ) -> None:
     """Serve until a signal to stop; then answer what waits, save all streams and return.
@@ -37,14 +56,15 @@ def serve(
         state: folder for the states of all streams.
         port: 0 for any that is free.
         settings: of the method.
+        ray: address of a Ray cluster that computes, see cluster.py; None: this process does.
+        replicas: processes of that cluster.
         started: called with the address when it is known.
     """
     if token is None and host not in LOCAL_HOSTS:
         raise ValueError(f"anyone who reaches {host} could use the service: name a file with a token, --token FILE")
     side, crop_pct = model.input_size
-    adapting = template(method, model, **settings or {})
-    listening = _listen(host, port)
-    with listening, Streams(adapting, side, state, limits) as streams:
+    build = partial(template, method, model, **settings or {})
+    with _listen(host, port) as listening, _streams(build, side, state, limits, ray, replicas) as streams:
         app = create_app(streams, labels=labels, crop_pct=crop_pct, token=token)
         config = uvicorn.Config(
             app,
@@ -55,7 +75,15 @@ def serve(
             timeout_graceful_shutdown=DRAIN_SECONDS,
         )
         started(f"http://{_address(host)}:{listening.getsockname()[1]}")
-        uvicorn.Server(config).run(sockets=[listening])
+        Server(config, app.state.live).run(sockets=[listening])
+
+
+def _streams(
+    build: Callable[[], Adapting], side: int, state: Path, limits: Limits | None, ray: str | None, replicas: int
+) -> AnyStreams:
+    if ray is None:
+        return Streams(build(), side, state, limits)
+    return Cluster(build, side, state, limits, replicas=replicas, address=ray)
 
 
 def _listen(host: str, port: int) -> socket.socket:

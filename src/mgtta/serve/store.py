@@ -27,10 +27,17 @@ def check_name(name: str) -> str:
 
 
 class StateFolder:
-    """The saved states of all streams. Only one service may use a folder at a time."""
+    """The saved states of all streams. Only one service may use a folder at a time.
 
-    def __init__(self, folder: str | Path):
+    Args:
+        shared: another process of the same service has locked the folder.
+    """
+
+    def __init__(self, folder: str | Path, shared: bool = False):
         self.folder = Path(folder)
+        self._lock = None
+        if shared:
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.folder)
         for leftover in self.folder.glob(f".*{SUFFIX}.*"):  # a kill came while it was written
@@ -42,6 +49,10 @@ class StateFolder:
         names = [re.sub(r"\^(.)", lambda found: found[1].upper(), stem) for stem in stems]
         return sorted(name for name in names if NAME.fullmatch(name))
 
+    def has(self, name: str) -> bool:
+        """Return whether a stream was saved."""
+        return bool(NAME.fullmatch(name)) and self.path(name).exists()
+
     def path(self, name: str) -> Path:
         """Return the file of a stream; names that differ only in upper case have different files on any disk."""
         stem = re.sub("[A-Z]", lambda found: f"^{found[0].lower()}", check_name(name))
@@ -49,7 +60,12 @@ class StateFolder:
 
     def save(self, stream: Stream) -> None:
         """Write the state of a stream."""
-        save_state(stream.method, self.path(stream.name), run=stream.counts())
+        anchors = stream.anchors
+        stream.anchors = None
+        try:
+            save_state(stream.method, self.path(stream.name), run=stream.counts())
+        finally:
+            stream.anchors = anchors
         stream.saved()
 
     def load(self, stream: Stream) -> bool:
@@ -57,7 +73,9 @@ class StateFolder:
         path = self.path(stream.name)
         if not path.exists():
             return False
+        anchors = stream.anchors
         counts: dict[str, Any] = load_state(stream.method, path)
+        stream.anchors = anchors
         stream.load_counts(counts)
         return True
 

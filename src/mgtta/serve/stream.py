@@ -8,15 +8,18 @@ Shapes: n images, C classes.
 
 import math
 import time
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from mgtta.adaptation.gathered import Gathered
+from mgtta.adaptation.guarded import Guarded
 from mgtta.adaptation.recalled import Domains, Recalled
 from mgtta.adaptation.shift import ShiftDetector
-from mgtta.adaptation.wrapper import Adapting, Wrapper, innermost
+from mgtta.adaptation.wrapper import Adapting, Wrapper
+from mgtta.serve.live import Live
 
 MEMORY_IMAGES = 640  # of the running mean of the entropy
 KEEP_BATCHES = 4  # updates' worth of images that wait at most; the oldest are dropped
@@ -42,15 +45,18 @@ class Stream:
         changed_at: the time of the first change that is not saved; None if all is saved.
         unsaved: updates since the last save.
         bytes: what the stream holds in memory for itself, when it was last saved.
+        live: what the live view shows.
     """
 
-    def __init__(self, name: str, method: Adapting, update_images: int):
+    def __init__(self, name: str, method: Adapting, update_images: int, thumbnails: int = 0):
         self.name = name
         self.method = method
         self.update_images = update_images
         self.gather = 0  # images that an update needs; 0: the method learns while it answers, or not at all
+        gathered = _wrapper(method, Gathered)
         if method.optimizer is not None:
-            self.gather = _gather(method)
+            self.gather = 1 if gathered is None else gathered.images
+        self.live = Live(thumbnails)
         self.kept: list[Tensor] = []
         self.changed_at: float | None = None
         self.unsaved = 0
@@ -63,6 +69,7 @@ class Stream:
         self.entropy: float | None = None
         self.shifts = 0
         self.recalled = 0
+        self.alarms = 0
         self.kept.clear()
 
     @property
@@ -75,18 +82,42 @@ class Stream:
         """True if there are enough images for an update."""
         return self.gather > 0 and self.waiting >= self.gather
 
+    @property
+    def resting(self) -> bool:
+        """True while a guard lets the source model predict."""
+        guarded = _wrapper(self.method, Guarded)
+        return guarded is not None and guarded.watch.images < guarded.watch.rest_until
+
+    @property
+    def anchors(self) -> Tensor | None:
+        """The images that a guard keeps, (k, 3, H, W); None if there are none. They are never saved."""
+        guarded = _wrapper(self.method, Guarded)
+        return None if guarded is None else guarded.watch.anchors
+
+    @anchors.setter
+    def anchors(self, images: Tensor | None) -> None:
+        guarded = _wrapper(self.method, Guarded)
+        if guarded is not None:
+            guarded.watch.anchors = images
+
     def answer(self, x: Tensor) -> Answer:
         """Predict the images, keep them for an update, and look for a shift."""
         before = _place(self.method)
+        guarded = _wrapper(self.method, Guarded)
+        events = 0 if guarded is None else len(guarded.watch.events)
+        learning = self.method.learning
         logits = self.method.step(x, learn=not self.gather).logits
         if not bool(logits.isfinite().all()):
             raise RuntimeError(f"stream {self.name!r} gives invalid predictions: reset it")
-        shifted = self._note_shift(before)
         probabilities = logits.softmax(1).cpu()
         self._follow(probabilities)
-        if self.gather and not self.method.paused and not self.method.spent:
-            self._keep(x)
+        self.live.answered(x, probabilities, self.images)
         self.images += len(x)
+        if guarded is not None:
+            self._note_alarms(guarded.watch.events[events:])
+        shifted = self._note_shift(before)
+        if self.gather and learning and not self.resting:
+            self._keep(x)
         self._changed()
         return Answer(probabilities, self.method.updates, shifted)
 
@@ -96,7 +127,9 @@ class Stream:
         self.kept.clear()
         if len(together) > self.update_images:
             self.kept.append(together[self.update_images :])
-        innermost(self.method).step(together[: self.update_images], observe=False)
+        self.method.learn(together[: self.update_images])
+        if not self.method.learning:  # a schedule begins a rest
+            self.drop_kept()
         self.unsaved += 1
         self._changed()
 
@@ -105,6 +138,8 @@ class Stream:
         self.method.reset()
         self.method.unpause()
         self._begin()
+        self.live = Live(self.live.thumbnails)
+        self.live.mark(0, "reset")
         self._changed()
 
     def freeze(self, frozen: bool) -> None:
@@ -113,6 +148,7 @@ class Stream:
             self.method.pause()
         else:
             self.method.unpause()
+        self.live.mark(self.images, "freeze" if frozen else "learn")
         self.drop_kept()
         self._changed()
 
@@ -141,6 +177,8 @@ class Stream:
             "entropy": self.entropy,
             "shifts": self.shifts,
             "recalled": self.recalled,
+            "alarms": self.alarms,
+            "resting": self.resting,
             "frozen": self.method.paused,
             "bytes": self.bytes,
         }
@@ -149,7 +187,7 @@ class Stream:
 
     def counts(self) -> dict[str, Any]:
         """Return the counts as plain values."""
-        names = ("images", "dropped", "entropy", "shifts", "recalled")
+        names = ("images", "dropped", "entropy", "shifts", "recalled", "alarms")
         return {**{name: getattr(self, name) for name in names}, "frozen": self.method.paused}
 
     def load_counts(self, counts: dict[str, Any]) -> None:
@@ -159,8 +197,11 @@ class Stream:
         self.entropy = counts["entropy"]
         self.shifts = int(counts["shifts"])
         self.recalled = int(counts["recalled"])
+        self.alarms = int(counts.get("alarms", 0))  # services before 0.3 did not count them
         if counts["frozen"]:
             self.method.pause()
+        for event in self.method.events:
+            self.live.mark(event["image"], event["action"])
 
     def saved(self) -> None:
         """Note that all is saved."""
@@ -179,10 +220,20 @@ class Stream:
         if now.domains is not before.domains or now.present is before.present:
             return False
         self.shifts += 1
-        if any(now.present is detector for detector in before.known):
+        known = any(now.present is detector for detector in before.known)
+        if known:
             self.recalled += 1
             self.drop_kept()  # they are of the domain that has ended
+        self.live.mark(self.images, "recall" if known else "shift")
         return True
+
+    def _note_alarms(self, events: Sequence[dict[str, Any]]) -> None:
+        """Count what a guard did; images that were kept before are not learned from."""
+        for event in events:
+            self.alarms += 1
+            self.live.mark(self.images, event["action"])
+        if events:
+            self.drop_kept()
 
     def _follow(self, probabilities: Tensor) -> None:
         found = float(torch.special.entr(probabilities).sum(1).mean())
@@ -201,17 +252,20 @@ class Stream:
             self.dropped += len(self.kept.pop(0))
 
 
-def _gather(method: Adapting) -> int:
-    """Return how many images an update needs at least."""
+Kind = TypeVar("Kind", bound=Wrapper)
+
+
+def _wrapper(method: Adapting, kind: type[Kind]) -> Kind | None:
+    """Return the wrapper of this kind around a method; None if there is none."""
     while isinstance(method, Wrapper):
-        if isinstance(method, Gathered):
-            return method.images
+        if isinstance(method, kind):
+            return method
         method = method.method
-    return 1
+    return None
 
 
 class Place(NamedTuple):
-    """In which domain recall believes a stream to be."""
+    """In which domain a stream is believed to be."""
 
     domains: Domains
     present: ShiftDetector
@@ -219,8 +273,9 @@ class Place(NamedTuple):
 
 
 def _place(method: Adapting) -> Place | None:
-    """Return the domain of a stream; None if its method does not look for shifts. Recall is the outermost wrapper."""
-    if not isinstance(method, Recalled):
+    """Return the domain of a stream; None if its method does not look for shifts."""
+    recalled = _wrapper(method, Recalled)
+    if recalled is None:
         return None
-    domains = method.domains
+    domains = recalled.domains
     return Place(domains, domains.present, [known.detector for known in domains.known])

@@ -6,8 +6,12 @@ last save may end later. So an answer waits for learning at most `pause_seconds`
 round that it is in.
 
 Images of one stream are gathered into a batch until there are `batch_images` of them, or the first has waited
-`wait_seconds`. At most `loaded_streams` streams are in memory. The one that was used least recently is saved and leaves
-first; its next request loads it again.
+`wait_seconds`. A stream whose last turn had only one request does not wait, since it has only one client.
+At most `loaded_streams` streams are in memory. The one that was used least recently is saved and leaves first; its next
+request loads it again.
+
+The source model is asked about a sample of the images (see live.py), between rounds and for all streams together: when
+ASK_IMAGES of them wait, or the first has waited ASK_SECONDS.
 
 A stream is saved after `save_updates` updates, or `save_seconds` after its first change that is not saved. A kill loses
 what was learned since then. `close` answers what waits, and saves everything.
@@ -28,14 +32,30 @@ import torch
 from torch import Tensor
 
 from mgtta.adaptation.wrapper import Adapting
+from mgtta.serve.live import News
 from mgtta.serve.store import StateFolder, check_name
 from mgtta.serve.stream import Answer, Stream
-from mgtta.serve.template import own_bytes, stream_copy
+from mgtta.serve.template import own_bytes, source_model, stream_copy
 
 log = logging.getLogger("mgtta.serve")
+TOTALS = (
+    "images",
+    "batches",
+    "updates",
+    "asked",
+    "refused",
+    "failed",
+    "saves",
+    "failed_saves",
+    "loads",
+    "evictions",
+)
+BUSY = ("answer", "learn", "ask", "save")
 LEAST_RETRY_SECONDS = 1
 FIRST_IMAGE_SECONDS = 0.01  # the guess of an image's cost before one is measured
-COST_MEMORY = 0.1  # share of the latest turn in the running mean of an image's cost
+COST_IMAGES = 64  # that the running mean of an image's cost looks back on
+ASK_IMAGES = 16
+ASK_SECONDS = 0.5
 
 
 class OverloadedError(RuntimeError):
@@ -48,6 +68,9 @@ class OverloadedError(RuntimeError):
     def __init__(self, message: str, retry_seconds: int):
         super().__init__(message)
         self.retry_seconds = retry_seconds
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.retry_seconds)
 
 
 class ClosedError(RuntimeError):
@@ -69,14 +92,16 @@ class Limits:
     streams: int = 1000  # that are known, loaded or saved
     queue_images: int = 2048  # that wait in all streams together
     stream_queue_images: int = 512
+    queue_seconds: float = 5.0  # for which images would wait, by what an image took so far
     stream_queue_commands: int = 64
     save_updates: int = 16
     save_seconds: float = 10.0
+    thumbnails: int = 12  # pictures of a stream that the live view shows
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             least = 1
-            if name.endswith("_seconds"):
+            if name.endswith("_seconds") or name == "thumbnails":
                 least = 0
             if not value >= least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
@@ -100,10 +125,14 @@ class Queue:
     work: deque[Work] = field(default_factory=deque)
     images: int = 0
 
-    def ready_at(self, limits: Limits) -> float:
-        """Return the time at which the stream may take its turn."""
+    def ready_at(self, limits: Limits, alone: bool) -> float:
+        """Return the time at which the stream may take its turn.
+
+        Args:
+            alone: the last turn had only one request.
+        """
         first = self.work[0]
-        if first.command is not None or self.images >= limits.batch_images:
+        if first.command is not None or alone or self.images >= limits.batch_images:
             return first.arrived
         return first.arrived + limits.wait_seconds
 
@@ -130,24 +159,32 @@ class Streams:
         method: see `mgtta.serve.template.template`; it stays as it is.
         side: of the images in pixels.
         folder: for the saved states.
+        shared: other processes use the folder, too; no two of them have the same stream.
 
     Attributes:
         totals: counts since the start, by name.
+        busy_seconds: time spent since the start, by what it was spent on.
     """
 
-    def __init__(self, method: Adapting, side: int, folder: str | Path, limits: Limits | None = None):
+    def __init__(
+        self, method: Adapting, side: int, folder: str | Path, limits: Limits | None = None, shared: bool = False
+    ):
         self.method = method
         self.side = side
         self.limits = limits or Limits()
-        self.store = StateFolder(folder)
-        names = ("images", "batches", "updates", "refused", "failed", "saves", "failed_saves", "loads", "evictions")
-        self.totals = dict.fromkeys(names, 0)
+        self.store = StateFolder(folder, shared)
+        self.source = source_model(method)
+        self.totals = dict.fromkeys(TOTALS, 0)
+        self.busy_seconds = dict.fromkeys(BUSY, 0.0)
         self.longest_pause_seconds = 0.0  # between two rounds: updates and saves
         self._reports: dict[str, dict[str, Any] | None] = dict.fromkeys(self.store.names())  # None: not read yet
         self._queues: OrderedDict[str, Queue] = OrderedDict()  # of streams with work, the next turn first
         self._queued_images = 0
+        self._alone: set[str] = set()  # streams whose last turn had only one request
         self._loaded: OrderedDict[str, Stream] = OrderedDict()  # the least recently used first
         self._due: OrderedDict[str, None] = OrderedDict()  # streams that have enough images for an update
+        self._asking: OrderedDict[str, None] = OrderedDict()  # streams with images for the source model
+        self._asking_since = math.inf
         self._image_seconds = FIRST_IMAGE_SECONDS
         self._closing = False
         self._change = threading.Condition()
@@ -191,6 +228,23 @@ class Streams:
     def is_loaded(self, name: str) -> bool:
         """Return whether a stream is in memory now."""
         return name in self._loaded
+
+    def news(self, name: str, number: str | None = None, told: dict[str, int] | None = None) -> News | None:
+        """Return what is new in the live view of a stream; None if the stream is not in memory. See Live.news."""
+        stream = self._loaded.get(name)
+        return None if stream is None else stream.live.news(number, told)
+
+    def overview(self) -> list[dict[str, Any]]:
+        """Return what is known about each stream, with its running figures if it is in memory."""
+        with self._change:
+            reports = dict(self._reports)
+            loaded = {name: stream.live for name, stream in self._loaded.items()}
+        found = []
+        for name, report in sorted(reports.items()):
+            live = loaded.get(name)
+            figures = {} if live is None else live.figures()
+            found.append({"stream": name, **(report or {}), "loaded": live is not None, **figures})
+        return found
 
     def report(self, name: str) -> "Future[dict[str, Any]]":
         """Return what is known about a stream: its counts, its running entropy and whether it is frozen."""
@@ -254,7 +308,7 @@ class Streams:
         """Queue a command for a stream that is known."""
         work = Work(Future(), command=command, fresh=fresh)
         with self._change:
-            if name not in self._reports:
+            if name not in self._reports and not self.store.has(name):
                 raise UnknownStreamError(name)
             self._check_room(name, 0)
             self._queues.setdefault(name, Queue()).work.append(work)
@@ -281,8 +335,11 @@ class Streams:
         if not self._thread.is_alive():
             raise ClosedError("the service has failed: restart it")
         reason = None
+        seconds = self._queued_images * self._image_seconds
         if self._queued_images + images > limits.queue_images:
             reason = f"{self._queued_images} images wait already"
+        elif images and seconds > limits.queue_seconds:
+            reason = f"{self._queued_images} images wait already, for about {seconds:.0f} seconds"
         elif waiting + images > limits.stream_queue_images:
             reason = f"{waiting} images of stream {name!r} wait already"
         elif not images and commands >= limits.stream_queue_commands:
@@ -291,8 +348,7 @@ class Streams:
             reason = f"there are {len(self._reports)} streams already"
         if reason is not None:
             self.totals["refused"] += 1
-            seconds = math.ceil(self._queued_images * self._image_seconds)
-            raise OverloadedError(f"{reason}: try again later", max(seconds, LEAST_RETRY_SECONDS))
+            raise OverloadedError(f"{reason}: try again later", max(math.ceil(seconds), LEAST_RETRY_SECONDS))
 
     # --- the thread
 
@@ -309,20 +365,28 @@ class Streams:
 
     def _round(self, turns: list[str]) -> None:
         """Answer each of these streams once; then learn and save for a while."""
+        start = time.monotonic()
+        images = self.totals["images"]
         for name in turns:
             self._turn(name)
         began = time.monotonic()
         end = began + self.limits.pause_seconds
         self._learn(end)
+        self._ask_source()
         self._save_due(end)
-        self.longest_pause_seconds = max(self.longest_pause_seconds, time.monotonic() - began)
+        now = time.monotonic()
+        self.longest_pause_seconds = max(self.longest_pause_seconds, now - began)
+        answered = self.totals["images"] - images
+        if answered:
+            share = answered / (answered + COST_IMAGES)
+            self._image_seconds += share * ((now - start) / answered - self._image_seconds)
 
     def _next_round(self) -> list[str] | None:
         """Wait for work; return the streams that are ready, in their order. None: closed, and nothing is left."""
         with self._change:
             while True:
                 now = time.monotonic()
-                due = {name: queue.ready_at(self.limits) for name, queue in self._queues.items()}
+                due = {name: q.ready_at(self.limits, name in self._alone) for name, q in self._queues.items()}
                 ready = [name for name, at in due.items() if at <= now or self._closing]
                 if ready:
                     return ready
@@ -330,7 +394,7 @@ class Streams:
                     return None
                 if self._due:
                     return []
-                wake = min([*due.values(), *self._save_times().values()], default=math.inf)
+                wake = min([*due.values(), *self._save_times().values(), self._asking_since + ASK_SECONDS])
                 if wake <= now:
                     return []
                 self._change.wait(min(wake - now, threading.TIMEOUT_MAX))
@@ -341,6 +405,9 @@ class Streams:
             queue = self._queues[name]
             taken = queue.take(self.limits.batch_images)
             self._queued_images -= sum(len(work.images) for work in taken if work.images is not None)
+            self._alone.discard(name)
+            if len(taken) == 1:
+                self._alone.add(name)
             if queue.work:
                 self._queues.move_to_end(name)
             else:
@@ -359,6 +426,8 @@ class Streams:
             return
         with self._change:
             self._reports[name] = report
+        now = time.monotonic()
+        stream.live.took(now - w.arrived for w in work if w.images is not None)
         for w, result in zip(work, results, strict=True):
             w.future.set_result(result)
 
@@ -371,10 +440,13 @@ class Streams:
         answer = stream.answer(torch.cat(parts))
         if stream.due:
             self._due.setdefault(stream.name)
+        if stream.live.sampled:
+            self._asking.setdefault(stream.name)
+            self._asking_since = min(self._asking_since, began)
         images = len(answer.probabilities)
         self.totals["images"] += images
         self.totals["batches"] += 1
-        self._image_seconds += COST_MEMORY * ((time.monotonic() - began) / images - self._image_seconds)
+        self.busy_seconds["answer"] += time.monotonic() - began
         shares = answer.probabilities.split([len(x) for x in parts])
         return [answer._replace(probabilities=share) for share in shares]
 
@@ -385,6 +457,7 @@ class Streams:
             stream = self._loaded.get(name)
             if stream is None or not stream.due:
                 continue
+            began = time.monotonic()
             try:
                 stream.learn()
                 self.totals["updates"] += 1
@@ -395,8 +468,35 @@ class Streams:
                 self._due[name] = None
             with self._change:
                 self._reports[name] = stream.report()
+            self.busy_seconds["learn"] += time.monotonic() - began
             if time.monotonic() >= end:
                 return
+
+    def _ask_source(self) -> None:
+        """Ask the source model about the sample of all streams, if there is enough of it or it has waited."""
+        began = time.monotonic()
+        lives = [self._loaded[name].live for name in self._asking if name in self._loaded]
+        sampled = [live.sampled for live in lives]
+        images = sum(map(len, sampled))
+        if images < ASK_IMAGES and began < self._asking_since + ASK_SECONDS:
+            return
+        self._asking.clear()
+        self._asking_since = math.inf
+        if not images:
+            return
+        for live in lives:
+            live.sampled = []
+        try:
+            with torch.no_grad():
+                x = torch.stack([s.pixels for part in sampled for s in part])
+                answers = [self.source(batch).softmax(1).cpu() for batch in x.split(self.limits.batch_images)]
+            shares = torch.cat(answers).split([len(part) for part in sampled])
+            for live, part, share in zip(lives, sampled, shares, strict=True):
+                live.asked(part, share)
+            self.totals["asked"] += images
+        except Exception:
+            log.exception("the source model cannot answer images of the live view")
+        self.busy_seconds["ask"] += time.monotonic() - began
 
     # --- which streams are in memory
 
@@ -408,7 +508,7 @@ class Streams:
             return stream
         while len(self._loaded) >= self.limits.loaded_streams:
             self._evict()
-        stream = Stream(name, stream_copy(self.method), self.limits.batch_images)
+        stream = Stream(name, stream_copy(self.method), self.limits.batch_images, self.limits.thumbnails)
         if not fresh and self.store.load(stream):
             self.totals["loads"] += 1
         else:
@@ -425,6 +525,7 @@ class Streams:
             self._write(stream)
         with self._change:
             del self._loaded[name]
+            self._alone.discard(name)
             self._reports[name] = stream.report()
         self.totals["evictions"] += 1
 
@@ -462,9 +563,11 @@ class Streams:
             log.exception("stream %s cannot be saved", stream.name)
 
     def _write(self, stream: Stream) -> None:
+        began = time.monotonic()
         stream.bytes = own_bytes(stream.method, self.method)
         self.store.save(stream)
         self.totals["saves"] += 1
+        self.busy_seconds["save"] += time.monotonic() - began
         with self._change:
             self._reports[stream.name] = stream.report()
 

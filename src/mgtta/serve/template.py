@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mgtta.adaptation.guarded import Guarded
 from mgtta.adaptation.recalled import Recalled
 from mgtta.adaptation.wrapper import Adapting, Wrapper, innermost
 from mgtta.methods.create import create
@@ -15,7 +16,6 @@ from mgtta.models.classifier import Classifier
 
 GATHER_IMAGES = 16  # that an update learns from, at least
 RECALL_DOMAINS = 4  # whose states a stream keeps
-REFUSED = ("guard", "schedule")  # options that decide within the step, where the answer waits for the update
 
 
 def template(name: str, model: Classifier, **settings: Any) -> Adapting:
@@ -24,9 +24,6 @@ def template(name: str, model: Classifier, **settings: Any) -> Adapting:
     A method that learns by gradients gets `gather` and `recall`, unless `settings` says otherwise. It computes in
     float32.
     """
-    for option in REFUSED:
-        if settings.get(option):
-            raise ValueError(f"{option} does not work with a service, which answers before it learns: leave it out")
     works_with = recipe(name).works_with
     options: dict[str, Any] = {"precision": "fp32"}
     if works_with["gather"]:
@@ -36,6 +33,12 @@ def template(name: str, model: Classifier, **settings: Any) -> Adapting:
     method = create(name, model, **{**options, **settings})
     method.remember_start()
     return method
+
+
+def source_model(method: Adapting) -> Classifier:
+    """Return the source model of a method that has not adapted yet; they share all weights."""
+    shared: dict[int, Any] = {id(p): p for p in method.model.parameters()}
+    return copy.deepcopy(method.model, shared).use_running_statistics()
 
 
 def stream_copy(method: Adapting) -> Adapting:
@@ -53,6 +56,8 @@ def _shared(method: Adapting) -> dict[int, Any]:
     for holder, attribute in ((inner, "source"), (inner.optimizer, "generator")):
         if getattr(holder, attribute, None) is not None:
             shared.append(getattr(holder, attribute))
+    if isinstance(method, Guarded):
+        shared += [method.source, method.unlearned, method.guard]
     return {id(value): value for value in shared}
 
 
@@ -74,6 +79,8 @@ def _held(method: Adapting) -> Iterator[Tensor]:
     while isinstance(wrapper, Wrapper):
         if isinstance(wrapper, Recalled):
             yield from _tensors(wrapper.domains)
+        if isinstance(wrapper, Guarded):
+            yield from _tensors(wrapper.watch)
         wrapper = wrapper.method
 
 

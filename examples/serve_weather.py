@@ -1,0 +1,93 @@
+"""Watch a service adapt: three cameras see characters while the weather changes.
+
+    python examples/serve_weather.py        # then open the address that it prints
+
+It starts the service in this process, with states in a temporary folder, and sends pictures to it over HTTP until you
+stop it with Ctrl-C. `make demo-serve` runs it.
+"""
+
+import argparse
+import itertools
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+import mgtta
+from mgtta.data.corruptions import corrupt
+from mgtta.data.glyphs import Glyphs
+from mgtta.serve.client import Client, ServiceError
+from mgtta.serve.run import defaults_for_characters, serve
+
+CAMERAS = {  # the weather that each of them sees
+    "harbour": ["clear", "fog", "clear", "snow"],
+    "gate": ["clear", "frost", "brightness", "frost"],
+    "roof": ["clear", "clear", "spatter", "fog"],
+}
+IMAGES = 16  # in a request
+PAUSE_SECONDS = 0.1  # between two requests
+METHOD = "mgtta+"
+
+
+def pictures(number: int, weather: str) -> list:
+    """Return the images of request `number`, as arrays (side, side, 3)."""
+    index = torch.arange(IMAGES * number, IMAGES * (number + 1))
+    characters = Glyphs(int(index[-1]) + 1)
+    x = torch.stack([characters[int(i)][0] for i in index])
+    if weather != "clear":
+        x = corrupt(x, weather, severity=5, index=index)
+    return list(x.permute(0, 2, 3, 1).numpy())
+
+
+def play(address: str, cameras: int, requests: int, rounds: int | None) -> None:
+    """Send pictures to the service.
+
+    Args:
+        cameras: how many there are.
+        requests: of each camera, after which its weather changes.
+        rounds: requests of each camera in all; None: until the service stops.
+    """
+    client = Client(address)
+    for number in itertools.count() if rounds is None else range(rounds):
+        for camera, weather in list(CAMERAS.items())[:cameras]:
+            try:
+                client.predict(camera, pictures(number, weather[number // requests % len(weather)]))
+            except ServiceError as error:
+                time.sleep(error.retry_seconds or 1)
+            except OSError:
+                return
+            time.sleep(PAUSE_SECONDS)
+    signal.raise_signal(signal.SIGINT)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, default=8000, help="0 for any that is free")
+    parser.add_argument("--cameras", type=int, default=3, help="how many, from 1 to 3")
+    parser.add_argument("--requests", type=int, default=10, help="of each camera, after which its weather changes")
+    parser.add_argument("--quick", action="store_true", help="stop after a few pictures")
+    args = parser.parse_args()
+    rounds = 2 if args.quick else None
+
+    def started(address: str) -> None:
+        print(f"open {address}", flush=True)
+        how = (address, args.cameras, args.requests, rounds)
+        threading.Thread(target=play, args=how, daemon=True).start()
+
+    labels, settings = defaults_for_characters(METHOD)
+    model = mgtta.load_model("glyphs_vit")
+    port = 0 if args.quick else args.port
+    settings["source"] = mgtta.load_source("glyphs_vit")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            serve(model, METHOD, Path(folder), port=port, labels=labels, settings=settings, started=started)
+        except KeyboardInterrupt:
+            sys.stdout.write("stopped\n")
+
+
+if __name__ == "__main__":
+    main()
