@@ -12,10 +12,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from made_up import fake
 from PIL import Image
 from test_structure import MAY_IMPORT
 
 import mgtta
+from mgtta.bench.store import Store
 from mgtta.methods.registry import recipe, recipes
 
 ROOT = Path(__file__).parent.parent
@@ -59,11 +61,45 @@ def test_links_point_to_files(page):
             assert (page.parent / target).exists(), target
 
 
-def test_the_readmes_table_is_the_records(monkeypatch):
+def test_the_readmes_tables_are_the_records(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import headline
 
-    assert headline.headline(headline.by_method(ROOT / "results" / "imagenet")) in (ROOT / "README.md").read_text()
+    command = "python benchmarks/headline.py results/imagenet"
+    records = Store(ROOT / "results" / "imagenet").records()
+    written = (ROOT / "README.md").read_text()
+    shown = headline.in_readme(records, "results/imagenet/headline.md")
+    assert "headline" in shown
+    for mark, text in shown.items():
+        assert f"<!-- {mark}:start -->" not in written or text in written, (
+            "python benchmarks/headline.py results/imagenet"
+        )
+    everything = headline.all_rows(records, command)
+    assert everything == (ROOT / "results" / "imagenet" / "headline.md").read_text()
+
+
+def test_the_readmes_tables_begin_with_the_best_and_are_short(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import headline
+
+    methods = ["noadapt", "mgtta_plus", *list(recipes())[1:9]]
+    levels = {method: 70.0 - k for k, method in enumerate(methods[1:])} | {"noadapt": 30.0}
+    records = []
+    for method in methods:
+        for seed in (0, 1):
+            own = {"experiment": "streams", "seed": seed, "domain": "fog", "settings": {"lr": 0.1}}
+            records.append(fake(method, kind="reset", top1=levels[method] + seed, **own))
+            records += [fake(method, kind="rounds", top1=levels[method] - 10 * k, part=k, **own) for k in range(3)]
+    [table] = headline.streams(records)
+    assert table.head == ["method", "mean", "ECE", "reset", "rounds (last)"]
+    assert table.rows[0] == ["mgtta+", "**60.2 ± 0.4**", "5.0", "**70.5 ± 0.7**", "**50.0 ± 0.0**"]
+    assert [row[0] for row in table.rows][-1] == "noadapt"
+    lines = table.some("all.md").splitlines()
+    assert len([line for line in lines if line.startswith("|")]) == 2 + headline.ROWS
+    assert "| noadapt | 20.2 ± 0.4 |" in table.some("all.md")
+    assert lines[-1] == "[All 10 rows](all.md): 2 more."
+    assert "mgtta+: lr 0.1" in headline.settings(records)
+    assert "mgtta_plus" not in headline.all_rows(records, "command")
 
 
 def test_the_methods_page_is_the_registry():

@@ -5,6 +5,7 @@ table has a row for each method and a column for each domain, or for each value 
 """
 
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -333,7 +334,7 @@ def _section(experiment: str, axis: str, records: list[Record]) -> Section:
                 for key in telling
                 if value(record, key) is not None
             ]
-            section.names[id(record)] = ", ".join([str(method), *parts])
+            section.names[id(record)] = ", ".join([spelled(method), *parts])
     kept: dict[tuple, Record] = {}
     cells: dict[tuple, Any] = {}  # place -> the cell that counts there; its parts are visits
     for record in records:
@@ -395,6 +396,11 @@ def label(value: Any, none: str = "") -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return f"{value:g}"
     return str(value)
+
+
+def spelled(method: Any) -> str:
+    """Return a method's name as reports write it: mgtta+ for the recipe mgtta_plus."""
+    return re.sub(r"_plus\b", "+", str(method))
 
 
 def place(order: Iterable[str], name: str) -> int:
