@@ -21,6 +21,7 @@ from mgtta.methods.registry import recipes
 Record = dict[str, Any]
 
 TITLES = {
+    "streams": "Eight kinds of stream, one setting of each method for all",
     "corruptions": "Corruptions, one after another, reset before each (Table 1)",
     "budgets": "Limited adaptation budgets (Table 2)",
     "variants": "Variants of ImageNet (Table 3)",
@@ -34,7 +35,6 @@ TITLES = {
     "learning-rate": "Learning rates on the test stream: to compare, not to choose (appendix C.3)",
     "convergence": "Convergence (Figure 3)",
     "continual": "Corruptions one after another, never reset",
-    "streams": "Eight kinds of stream, one setting of each method for all",
     "sweep": "Learning rates tried on the validation corruptions",
 }
 # experiment -> what its columns are, if not domains: one section each
@@ -119,6 +119,16 @@ class Section:
         if len(AXES.get(self.experiment, ())) > 1:
             return f"{title}: {self.axis_name}"
         return title
+
+    @property
+    def name(self) -> str:
+        """A short title."""
+        name = str(self.experiment).replace("-", " ").capitalize()
+        if self.experiment == "sweep":
+            return f"{name}: {self.records[0].get('kind') or self.stream}"
+        if len(AXES.get(self.experiment, ())) > 1:
+            return f"{name}: {self.axis_name}"
+        return name
 
     @property
     def stream(self) -> str:

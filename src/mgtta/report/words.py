@@ -220,11 +220,11 @@ def decimals(x: float, figure: str) -> str:
     return f"{x:,.{DIGITS.get(figure, 1)}f}"
 
 
-def signed(x: float) -> str:
+def signed(x: float, digits: int = 2) -> str:
     """Return a difference with its sign."""
-    text = f"{x:+.2f}"
+    text = f"{x:+.{digits}f}"
     if float(text) == 0:
-        return "0.00"
+        return text[1:]
     return text.replace("-", "−")
 
 
