@@ -2,9 +2,9 @@
 
     python benchmarks/headline.py results/imagenet
 
-writes them between their marks in README.md, at most eight rows a table; all rows into headline.md beside the records;
-and headline.svg. A table whose marks are not in the README is only in headline.md. Several folders can be given: each
-writes the tables that it has records for.
+writes them between their marks in README.md and docs/index.md, at most eight rows a table; all rows into headline.md
+beside the records; and docs/headline.svg. A table whose marks are not in the README is only in headline.md. Several
+folders can be given: each writes the tables that it has records for.
 """
 
 import json
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drawing import curves_svg
 from pages import between, table
 
 from mgtta._lib.files import atomic
@@ -30,17 +31,8 @@ Record = dict[str, Any]
 
 ROOT = Path(__file__).parent.parent
 ROWS = 8  # most of a table in the README
-LINES = {  # those drawn, and in which colour
-    "mgtta+": "#7b241c",
-    "mgtta": "#c0392b",
-    "eq7_adam": "#2166ac",
-    "eq7_sgd": "#67a9cf",
-    "roid": "#7b5aa6",
-    "eata": "#b8860b",
-    "foa": "#3a8f5c",
-    "tent": "#8c6d4f",
-    "noadapt": "#777777",
-}
+DRAWN = ("mgtta+", "mgtta", "eq7_adam", "eq7_sgd", "roid", "eata", "foa", "tent", "noadapt")
+LOOKS = {"mgtta+": "best", "mgtta": "second", "noadapt": "still"}
 WINDOW = 5  # batches
 OTHERS = {  # title -> what its records have
     "continual": {"experiment": "continual"},
@@ -64,14 +56,17 @@ class Ranked:
         return table(self.head, self.rows)
 
     def some(self, rest: str) -> str:
-        """Return the table with its best rows and NoAdapt, and a line that says where the rest is."""
+        """Return the table with its best rows and NoAdapt, and a link to the rest if there is one."""
         if len(self.rows) <= ROWS:
             return self.all()
         still = [row for row in self.rows if row[0] == "noadapt"]
         first = [row for row in self.rows if row[0] != "noadapt"][: ROWS - len(still)]
         shown = [row for row in self.rows if row in first or row in still]
         more = len(self.rows) - len(shown)
-        return f"{table(self.head, shown)}\n\n[All {len(self.rows)} rows]({rest}): {more} more."
+        text = table(self.head, shown)
+        if rest:
+            text += f"\n\n[All {len(self.rows)} rows]({rest}): {more} more."
+        return text
 
 
 # --- the experiment `streams`
@@ -198,7 +193,9 @@ def headline(methods: dict[str, list[Record]]) -> Ranked:
         "worst against NoAdapt, points",
         "ECE, %",
     ]
-    return Ranked("15 corruptions, reset before each", head, [cells for _, cells in rows])
+    first = methods["noadapt"][0]
+    title = f"{first['protocol']['model']}: 15 corruptions of {first['images']:,} images, reset before each"
+    return Ranked(title, head, [cells for _, cells in rows])
 
 
 def others(records: Iterable[Record]) -> Ranked:
@@ -263,31 +260,16 @@ def curve(records: list[Record]) -> list[float]:
     return [100 * sum(hits[i : i + WINDOW]) / sum(images[i : i + WINDOW]) for i in starts]
 
 
-def draw(methods: dict[str, list[Record]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams.update({"font.family": "sans-serif", "svg.hashsalt": "mgtta", "svg.fonttype": "none"})
-    figure, axes = pyplot.subplots(figsize=(7.2, 3.9))
-    curves = {name: curve(methods[name]) for name in LINES if name in methods}
-    level = float("inf")
-    for name, y in sorted(curves.items(), key=lambda item: -item[1][-1]):
-        x = [WINDOW + i for i in range(len(y))]
-        axes.plot(x, y, color=LINES[name], linewidth=2.4 if name.startswith("mgtta") else 1.4)
-        level = min(y[-1], level - 1.1)  # below the last one's, where they would touch
-        place = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(name, (x[-1], level), color=LINES[name], **place)
-    axes.set_xlabel(f"batches of 64 seen (windows of {WINDOW})")
-    axes.set_ylabel("accuracy, %")
-    axes.set_title("15 corruptions at severity 5, reset before each, mean over seeds", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.02)
-    figure.subplots_adjust(left=0.09, right=0.87, bottom=0.14, top=0.91)
-    with atomic(path) as part:
-        figure.savefig(part, format="svg", metadata={"Date": None})
-    pyplot.close(figure)
+def picture(methods: dict[str, list[Record]]) -> str:
+    """Return the curves of some methods as an SVG."""
+    return curves_svg(
+        {name: curve(methods[name]) for name in DRAWN if name in methods},
+        LOOKS,
+        WINDOW,
+        "15 corruptions at severity 5, reset before each, mean over seeds",
+        f"batches of 64 seen (windows of {WINDOW})",
+        "accuracy, %",
+    )
 
 
 # --- the pages
@@ -327,22 +309,35 @@ def all_rows(records: Sequence[Record], command: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def write(folder: Path) -> None:
-    """Write headline.md and headline.svg beside the records, and the tables into the README."""
-    records = Store(folder).records()
-    rest = f"results/{folder.name}/headline.md"
-    corruptions = by_method(records)
-    if corruptions:
-        draw(corruptions, folder / "headline.svg")
-    with atomic(folder / "headline.md") as path:
-        path.write_text(all_rows(records, f"python benchmarks/headline.py results/{folder.name}"))
-    readme = ROOT / "README.md"
-    page = readme.read_text()
-    for mark, text in {**in_readme(records, rest), "speed": speed()}.items():
+def in_docs(records: Sequence[Record], folder: str) -> str:
+    """Return the first table that the records fill, for the first page of the site."""
+    [first, *_] = [one for ranked in tables(records).values() for one in ranked]
+    sentence = f"Figures from `{folder}/records.jsonl`, which hold their protocol; all rows are in `headline.md` there."
+    return f"**{first.title}**\n\n{first.some('')}\n\n{sentence}"
+
+
+def written(page: str, texts: dict[str, str]) -> str:
+    """Return the page with the texts between their marks, if it has these."""
+    for mark, text in texts.items():
         if f"<!-- {mark}:start -->" in page:
             page = between(page, mark, text)
-    with atomic(readme) as path:
-        path.write_text(page)
+    return page
+
+
+def write(folder: Path) -> None:
+    """Write headline.md beside the records, the tables into README and docs/index.md, and docs/headline.svg."""
+    records = Store(folder).records()
+    name = f"results/{folder.name}"
+    corruptions = by_method(records)
+    files = {folder / "headline.md": all_rows(records, f"python benchmarks/headline.py {name}")}
+    if corruptions:
+        files[ROOT / "docs" / "headline.svg"] = picture(corruptions)
+    texts = {**in_readme(records, f"{name}/headline.md"), "speed": speed(), "numbers": in_docs(records, name)}
+    for page in (ROOT / "README.md", ROOT / "docs" / "index.md"):
+        files[page] = written(page.read_text(), texts)
+    for path, text in files.items():
+        with atomic(path) as temporary:
+            temporary.write_text(text)
 
 
 def main() -> None:

@@ -7,11 +7,13 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from chromium import chromium
 from made_up import fake
 from PIL import Image
 from test_structure import MAY_IMPORT
@@ -54,6 +56,20 @@ def test_examples_run(example, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out
 
 
+@pytest.mark.parametrize("notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda p: p.name)
+def test_notebooks_run_and_are_stored_without_outputs(notebook, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads(notebook.read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
+    namespace: dict = {}
+    for cell in code:
+        exec(compile("".join(cell["source"]), notebook.name, "exec"), namespace)
+    printed = capsys.readouterr().out
+    found = dict(re.findall(r"^(noadapt|mgtta) +([\d.]+) %", printed, re.MULTILINE))
+    assert float(found["mgtta"]) > float(found["noadapt"])
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_point_to_files(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
@@ -74,6 +90,8 @@ def test_the_readmes_tables_are_the_records(monkeypatch):
         assert f"<!-- {mark}:start -->" not in written or text in written, (
             "python benchmarks/headline.py results/imagenet"
         )
+    assert headline.in_docs(records, "results/imagenet") in (ROOT / "docs" / "index.md").read_text(), command
+    assert headline.picture(headline.by_method(records)) == (ROOT / "docs" / "headline.svg").read_text(), command
     everything = headline.all_rows(records, command)
     assert everything == (ROOT / "results" / "imagenet" / "headline.md").read_text()
 
@@ -114,6 +132,21 @@ def test_the_methods_page_is_the_registry():
         assert "**Needs:**" in part
         own = name == "noadapt" or name.startswith(("eq7", "mgtta"))  # no paper, or this one
         assert own or re.search(r"\(.*20\d\d\)", part), f"{name}: paper and year"
+
+
+def test_the_command_line_page_is_the_program():
+    written = runpy.run_path(str(ROOT / "docs" / "commands.py"))
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert page == written["page"](), "docs/commands.md is behind the program: run python docs/commands.py"
+    for command in ("adapt DATA --model MODEL", "report RUNS", "demo"):
+        assert f"\nmgtta {command} [OPTIONS]\n" in page
+    assert "| `--batch-size` | `64` | Images in a batch. |" in page
+
+
+def test_the_citation_names_the_version():
+    text = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {mgtta.__version__}\n" in text
+    assert f"## [{mgtta.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_api_page_names_all_public_names():
@@ -161,6 +194,32 @@ def test_the_site_shows_signatures_and_docstrings(site):
     for name in mgtta.__all__:
         assert f'id="mgtta.{name}"' in text, name
     assert "Parameters:" in text
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with chromium(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
+
+
+def test_no_line_of_code_is_cut_and_the_search_works_from_disk(site, browser):
+    size = {"width": 1400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    cut = "return [...document.querySelectorAll('pre > code')].filter(c => c.scrollWidth > c.clientWidth + 1).length"
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        browser.get((site / f"{page.stem}.html").as_uri())
+        assert browser.execute_script(cut) == 0, page.name
+    browser.get((site / "index.html").as_uri())
+    browser.execute_script(
+        "const input = document.querySelector('.md-search__input'); input.focus(); input.value = 'checkpoint';"
+        "input.dispatchEvent(new Event('keyup', {bubbles: true}))"
+    )
+    found = "return document.querySelectorAll('.md-search-result__item').length"
+    until = time.monotonic() + 20
+    while not browser.execute_script(found) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert browser.execute_script(found) > 3
+    assert browser.get_log("browser") == []
 
 
 def test_the_tables_of_scale_are_the_measurement(monkeypatch):

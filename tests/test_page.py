@@ -3,12 +3,12 @@
 import itertools
 import json
 import re
-import shutil
 import sys
 from html.parser import HTMLParser
 
 import pytest
 import torch
+from chromium import chromium
 from conftest import vit
 from made_up import budgets, fake, table_1
 from PIL import Image
@@ -371,30 +371,8 @@ def test_there_are_no_examples_of_what_cannot_be_repeated(record):
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    driver = shutil.which("chromedriver")
-    if not (chromium and driver):
-        pytest.skip("no Chromium here: the page was not looked at in a browser (install chromium, chromium-driver)")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in (
-        "headless=new",
-        "no-sandbox",
-        "disable-gpu",
-        "disable-background-networking",
-        "disable-component-update",
-        "disable-sync",
-        "no-first-run",
-        "disable-dev-shm-usage",
-        f"user-data-dir={tmp_path_factory.mktemp('profile')}",
-    ):
-        options.add_argument(f"--{argument}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(driver))
-    yield driver
-    driver.quit()
+    with chromium(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
 
 
 class Opened:
