@@ -22,6 +22,7 @@ from mgtta.report import page, sections, write_report
 from mgtta.report.charts import POINTS, moving_accuracy, window_of
 from mgtta.report.examples import Example, Prediction, data_uri, embedded_examples, own_examples
 from mgtta.report.gains import bars, card, heat
+from mgtta.report.gains import levels as levels_of
 from mgtta.report.paired import differences
 
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1">{{ 7*7 }}%{x}<b>\'&amp;'
@@ -224,6 +225,25 @@ def test_little_is_enough(records):
     text = page.page(sections(records))
     charts = charts_of(text)
     assert ("s0-curve" in charts) == (records[0]["experiment"] == "corruptions" and records[0]["top1"] is not None)
+
+
+def test_kinds_of_stream_are_compared_by_their_mean_and_rounds_by_the_last():
+    levels = {"noadapt": 40.0, "mgtta": 50.0}
+    records = []
+    for method, level in levels.items():
+        for seed in (0, 1):
+            own = {"experiment": "streams", "seed": seed, "settings": {}}
+            kinds = ("reset", "continual", "mixed", "one", "clean")
+            records += [fake(method, kind=kind, top1=level + seed + k, **own) for k, kind in enumerate(kinds)]
+            records += [fake(method, kind="rounds", top1=level + seed + 10 * k, part=k, **own) for k in (0, 1)]
+    [section] = sections(records)
+    assert levels_of(section)["mgtta"].mean == pytest.approx(50.5 + (0 + 1 + 2 + 3 + 4 + 10) / 6)
+    found = card([section])
+    assert (found.gain, found.interval) == ("+10.0", "95 % interval +10.00 to +10.00")
+    assert heat(section).columns == ["reset", "continual", "rounds (last)", "mixed", "one", "clean", "mean"]
+    assert bars(section).bars[0].low is not None
+    rounds = charts_of(page.page([section]))["s0-rounds"]["views"]["all"]
+    assert {s["name"]: s["y"] for s in rounds} == {"noadapt": [40.5, 50.5], "mgtta": [50.5, 60.5]}
 
 
 def test_three_methods_stand_out_and_the_rest_is_grey():

@@ -4,12 +4,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mgtta.report.paired import Difference, differences
-from mgtta.report.streams import is_streams
+from mgtta.report.paired import Difference, differences, paired_difference
+from mgtta.report.streams import by_kind_and_seed, is_streams, over_kinds
 from mgtta.report.summary import LOWER_IS_BETTER, MEAN, Figure, Section
 from mgtta.report.words import FEWEST, FIGURES, decimals, footing_words, interval, many, named, signed
 
 ACCURACIES = ("top1", "remaining")
+LAST_ROUND = "rounds (last)"
 FULL_COLOUR = 20.0  # points at which a cell of the heat map has its full colour
 
 
@@ -68,28 +69,21 @@ def still(section: Section) -> str | None:
 def levels(section: Section) -> dict[str, Figure]:
     """Return the figure by which rows are ranked, the best first; rows that lack it come not at all.
 
-    It is the mean over domains, or the only domain; of kinds of stream the mean over them; of other columns the last.
+    It is the mean over domains or kinds of stream, or the only domain; of other columns the last.
     """
-    found = {}
-    for row, cells in section.figures().items():
-        if section.axis == "domain":
-            mean = cells.get(MEAN)
-            if mean is None and len(section.columns) == 1:
-                mean = cells.get(section.columns[0])
-        elif is_streams(section):
-            mean = _mean_of_all(section, cells)
-        else:
-            mean = cells.get(section.columns[-1])
-        if mean is not None:
-            found[row] = mean
+    column = section.columns[-1]
+    if is_streams(section) or (section.axis == "domain" and len(section.columns) > 1):
+        column = MEAN
+    found = {row: cells[column] for row, cells in shown_figures(section).items() if column in cells}
     lower = section.figure in LOWER_IS_BETTER
     return dict(sorted(found.items(), key=lambda item: item[1].mean if lower else -item[1].mean))
 
 
-def _mean_of_all(section: Section, cells: dict[str, Figure]) -> Figure | None:
-    if len(cells) < len(section.columns):
-        return None
-    return Figure(statistics.mean(figure.mean for figure in cells.values()), None, 1)
+def shown_figures(section: Section) -> dict[str, dict[str, Figure]]:
+    """Return row -> column -> figure; of a stream in rounds the figure of the last round, and the mean over kinds."""
+    if is_streams(section):
+        return {row: over_kinds(section, row, section.figure) for row in section.rows}
+    return section.figures()
 
 
 def best_first(section: Section) -> list[str]:
@@ -99,8 +93,20 @@ def best_first(section: Section) -> list[str]:
 
 
 def against_still(section: Section) -> dict[str, Difference]:
-    """Return row -> its paired difference from NoAdapt, over all domains; empty if columns are not domains."""
-    return {d.row: d for d in differences(section) if d.column == MEAN and d.against == still(section)}
+    """Return row -> its paired difference from NoAdapt, over all domains or kinds of stream; else empty."""
+    base = still(section)
+    if base is None:
+        return {}
+    if not is_streams(section):
+        return {d.row: d for d in differences(section) if d.column == MEAN and d.against == base}
+    found = {}
+    before = by_kind_and_seed(section, base, section.figure)
+    for row in section.rows:
+        after = by_kind_and_seed(section, row, section.figure)
+        pairs = {stream: after[stream] - before[stream] for stream in after if stream in before}
+        if row != base and pairs:
+            found[row] = paired_difference(row, MEAN, base, pairs)
+    return found
 
 
 def bars(section: Section) -> Bars | None:
@@ -137,6 +143,8 @@ def _gain_bars(section: Section, ranked: dict[str, Figure], base: str) -> Bars:
         text = "" if row == base else signed(gain, 1)
         made.append(Bar(named(section, row), words, text, start, width, ends[0], ends[1], look))
     note = "Gain over NoAdapt in points, and accuracy."
+    if is_streams(section):
+        note += " The mean over kinds of stream, of rounds the last."
     if any(bar.low is not None for bar in made):
         note += " Whiskers: 95 % intervals of the paired differences."
     return Bars("Gain over NoAdapt", note, place(0.0), made, gains=True)
@@ -176,7 +184,7 @@ def heat(section: Section) -> Heat | None:
     base = still(section)
     if section.figure not in ACCURACIES or section.axis == "lr" or base is None or len(section.columns) < 2:
         return None
-    figures = section.figures()
+    figures = shown_figures(section)
     columns = section.headings(figures)
     rows = {}
     for row in best_first(section):
@@ -184,6 +192,8 @@ def heat(section: Section) -> Heat | None:
             rows[named(section, row)] = [_gain(figures[row].get(c), figures[base].get(c)) for c in columns]
     if not rows:
         return None
+    if is_streams(section):
+        columns = [LAST_ROUND if column == "rounds" else column for column in columns]
     return Heat(base, columns, rows)
 
 
@@ -232,7 +242,7 @@ def _card(section: Section, row: str, base: str, ranked: dict[str, Figure]) -> C
 
 
 def _facts(section: Section, row: str, base: str) -> list[tuple[str, str]]:
-    figures = section.figures()
+    figures = shown_figures(section)
     gains = {
         column: figures[row][column].mean - figures[base][column].mean
         for column in section.columns

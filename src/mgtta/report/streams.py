@@ -37,13 +37,21 @@ def of_last_round(section: Section, row: str) -> list[Record]:
     return found
 
 
+def by_kind_and_seed(section: Section, row: str, figure: str) -> dict[tuple[str, int], float]:
+    """Return (kind, seed) -> the mean over visits, of `rounds` over those of the last round."""
+    found = {}
+    for stream, mine in _by_stream(of_last_round(section, row)).items():
+        known = [r[figure] for r in mine if r.get(figure) is not None]
+        if known:
+            found[stream] = statistics.mean(known)
+    return found
+
+
 def over_kinds(section: Section, row: str, figure: str) -> dict[str, Figure]:
     """Return kind -> figure, with the last round for `rounds`, and the mean over kinds of the seeds that have all."""
     values: dict[str, dict[int, float]] = {}  # kind -> seed -> value
-    for (kind, seed), mine in _by_stream(of_last_round(section, row)).items():
-        known = [r[figure] for r in mine if r.get(figure) is not None]
-        if known:
-            values.setdefault(kind, {})[seed] = statistics.mean(known)
+    for (kind, seed), measured in by_kind_and_seed(section, row, figure).items():
+        values.setdefault(kind, {})[seed] = measured
     cells = {kind: Figure.of(list(values[kind].values())) for kind in section.columns if kind in values}
     if len(cells) == len(section.columns):
         seeds = set.intersection(*(set(by_seed) for by_seed in values.values()))
