@@ -17,9 +17,9 @@ from torch import Tensor
 
 import mgtta
 from mgtta._lib.files import atomic, read_tensors
+from mgtta._lib.shrunk import SCALE, widened
 from mgtta.data.glyphs import TEST_SEED, Glyphs
 from mgtta.data.streams import corrupted, stream
-from mgtta.models.loading import SCALE, shipped_weights
 
 LEVELS = 63  # the largest whole number
 SMALLEST = 4096  # numbers in a tensor, below which it keeps its 16 bits
@@ -60,9 +60,9 @@ def main() -> None:
     tensors, metadata = read_tensors(args.model)
     small = rounded(tensors)
     before = mgtta.load_model("glyphs_plain")
-    before.net.load_state_dict(shipped_weights(tensors))
+    before.net.load_state_dict(widened(tensors))
     after = copy.deepcopy(before)
-    after.net.load_state_dict(shipped_weights(small))
+    after.net.load_state_dict(widened(small))
     same, total = same_predictions(before, after, args.images)
     metadata["rounded"] = f"python benchmarks/shrink_glyphs.py: {same} of {total} predictions stay the same"
     with atomic(args.out) as path:

@@ -1,6 +1,7 @@
 """Small, real models and data for all tests: a tiny ViT and a tiny net of each other kind of norm layer."""
 
 import os
+import shutil
 
 # Some CPUs advertise AMX instructions that the machine forbids: torch's bfloat16 layers then kill the process with
 # "Illegal instruction". The limit must be set before torch is imported. Child processes inherit it.
@@ -89,3 +90,32 @@ def random_generator(hidden_size: int = 8, memory: str = "gml", seed: int = 0) -
         for p in generator.parameters():
             p.add_(0.4 * torch.randn_like(p))
     return generator
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """Headless Chromium, if it is installed."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
+    if not (chromium and driver):
+        pytest.skip("no Chromium here: the page was not looked at in a browser (install chromium, chromium-driver)")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in (
+        "headless=new",
+        "no-sandbox",
+        "disable-gpu",
+        "disable-background-networking",
+        "disable-component-update",
+        "disable-sync",
+        "no-first-run",
+        "disable-dev-shm-usage",
+        f"user-data-dir={tmp_path_factory.mktemp('profile')}",
+    ):
+        options.add_argument(f"--{argument}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(driver))
+    yield driver
+    driver.quit()

@@ -13,7 +13,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from chromium import chromium
 from made_up import fake
 from PIL import Image
 from test_structure import MAY_IMPORT
@@ -194,12 +193,6 @@ def test_the_site_shows_signatures_and_docstrings(site):
     for name in mgtta.__all__:
         assert f'id="mgtta.{name}"' in text, name
     assert "Parameters:" in text
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("profile")) as driver:
-        yield driver
 
 
 def test_no_line_of_code_is_cut_and_the_search_works_from_disk(site, browser):

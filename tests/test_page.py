@@ -8,7 +8,6 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from chromium import chromium
 from conftest import vit
 from made_up import budgets, fake, table_1
 from PIL import Image
@@ -387,12 +386,6 @@ def test_there_are_no_examples_of_what_cannot_be_repeated(record):
 
 
 # --- in the browser
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with chromium(tmp_path_factory.mktemp("profile")) as driver:
-        yield driver
 
 
 class Opened:

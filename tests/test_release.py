@@ -7,7 +7,7 @@ from pathlib import Path
 import mgtta
 from mgtta._lib.files import read_tensors
 from mgtta._lib.shipped import shipped
-from mgtta.models.loading import SCALE, shipped_weights
+from mgtta._lib.shrunk import SCALE, widened
 
 PACKAGE = Path(mgtta.__file__).parent
 LARGEST_WHEEL = 5_000_000  # bytes
@@ -27,7 +27,7 @@ def test_weights_in_8_bits_are_whole_numbers_times_the_scale_of_their_row():
     scales = [name for name in tensors if name.endswith(SCALE)]
     assert len(scales) > 30
     assert "predictions stay the same" in metadata["rounded"]
-    weights = shipped_weights(tensors)
+    weights = widened(tensors)
     assert not any(name.endswith(SCALE) for name in weights)
     net = mgtta.load_model("glyphs_plain").net
     for scale in scales:

@@ -9,16 +9,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mgtta._lib.files import read_tensors, read_weights
 from mgtta._lib.shipped import shipped
+from mgtta._lib.shrunk import widened
 from mgtta._lib.timm import timm
 from mgtta.models.checks import one_logit
 from mgtta.models.classifier import Classifier
 
 WRAPPERS = ("state_dict", "model", "model_state_dict")  # where a foreign checkpoint may keep its weights
-SCALE = ":scale"  # after the name of a shipped weight in 8 bits: a factor for each of its rows
 PREFIXES = ("module.", "_orig_mod.")  # what DataParallel and torch.compile put before every name
 
 
@@ -123,19 +123,9 @@ def _check_classes(net: nn.Module, name: str) -> None:
 def _shipped(name: str) -> nn.Module:
     tensors, metadata = read_tensors(shipped("models")[name])
     net = vision_transformer(**json.loads(metadata["model"]))
-    net.load_state_dict(shipped_weights(tensors))
+    net.load_state_dict(widened(tensors))
     net.pretrained_cfg = json.loads(metadata["normalisation"])
     return net
-
-
-def shipped_weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of a shipped file in float32; those in 8 bits are multiplied by the scales of their rows."""
-    weights = {name: tensor.float() for name, tensor in tensors.items() if not name.endswith(SCALE)}
-    for name, weight in weights.items():
-        if name + SCALE in tensors:
-            scale = tensors[name + SCALE]
-            weights[name] = weight * scale.view(-1, *[1] * (weight.ndim - 1))
-    return weights
 
 
 def _normalisation(net: nn.Module, name: str) -> tuple[Sequence[float] | None, Sequence[float] | None]:
