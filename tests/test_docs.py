@@ -133,21 +133,6 @@ def test_the_methods_page_is_the_registry():
         assert own or re.search(r"\(.*20\d\d\)", part), f"{name}: paper and year"
 
 
-def test_the_command_line_page_is_the_program():
-    written = runpy.run_path(str(ROOT / "docs" / "commands.py"))
-    page = (ROOT / "docs" / "commands.md").read_text()
-    assert page == written["page"](), "docs/commands.md is behind the program: run python docs/commands.py"
-    for command in ("adapt DATA --model MODEL", "report RUNS", "demo"):
-        assert f"\nmgtta {command} [OPTIONS]\n" in page
-    assert "| `--batch-size` | `64` | Images in a batch. |" in page
-
-
-def test_the_citation_names_the_version():
-    text = (ROOT / "CITATION.cff").read_text()
-    assert f"\nversion: {mgtta.__version__}\n" in text
-    assert f"## [{mgtta.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
-
-
 def test_the_api_page_names_all_public_names():
     named = re.findall(r"^::: mgtta\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
     assert sorted(named) == sorted(mgtta.__all__)
@@ -222,6 +207,21 @@ def test_the_tables_of_scale_are_the_measurement(monkeypatch):
     result = json.loads((ROOT / "results" / "scale.json").read_text())
     assert scale.page(result) == (ROOT / "results" / "scale.md").read_text()
     assert scale.projection(result) in (ROOT / "docs" / "scale.md").read_text()
+
+
+def test_the_command_line_page_is_the_program():
+    written = runpy.run_path(str(ROOT / "docs" / "commands.py"))
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert page == written["page"](), "docs/commands.md is behind the program: run python docs/commands.py"
+    for command in ("adapt DATA --model MODEL", "report RUNS", "demo"):
+        assert f"\nmgtta {command} [OPTIONS]\n" in page
+    assert "| `--batch-size` | `64` | Images in a batch. |" in page
+
+
+def test_the_citation_names_the_version():
+    text = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {mgtta.__version__}\n" in text
+    assert f"## [{mgtta.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_contributing_is_short():
