@@ -209,21 +209,6 @@ def test_the_tables_of_scale_are_the_measurement(monkeypatch):
     assert scale.projection(result) in (ROOT / "docs" / "scale.md").read_text()
 
 
-def test_the_command_line_page_is_the_program():
-    written = runpy.run_path(str(ROOT / "docs" / "commands.py"))
-    page = (ROOT / "docs" / "commands.md").read_text()
-    assert page == written["page"](), "docs/commands.md is behind the program: run python docs/commands.py"
-    for command in ("adapt DATA --model MODEL", "report RUNS", "demo"):
-        assert f"\nmgtta {command} [OPTIONS]\n" in page
-    assert "| `--batch-size` | `64` | Images in a batch. |" in page
-
-
-def test_the_citation_names_the_version():
-    text = (ROOT / "CITATION.cff").read_text()
-    assert f"\nversion: {mgtta.__version__}\n" in text
-    assert f"## [{mgtta.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
-
-
 def test_contributing_is_short():
     assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) < 60
 
@@ -240,3 +225,18 @@ def test_pictures_are_valid_and_load_nothing(picture):
     assert ElementTree.fromstring(text).tag.endswith("svg")
     assert "prefers-color-scheme: dark" in text
     assert not re.search(r"href|url\(|@import|<script", text)
+
+
+def test_the_command_line_page_is_the_program():
+    written = runpy.run_path(str(ROOT / "docs" / "commands.py"))
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert page == written["page"](), "docs/commands.md is behind the program: run python docs/commands.py"
+    for command in ("adapt DATA --model MODEL", "report RUNS", "demo"):
+        assert f"\nmgtta {command} [OPTIONS]\n" in page
+    assert "| `--batch-size` | `64` | Images in a batch. |" in page
+
+
+def test_the_citation_names_the_version():
+    text = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {mgtta.__version__}\n" in text
+    assert f"## [{mgtta.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
