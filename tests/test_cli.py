@@ -460,9 +460,8 @@ def test_the_bench_commands_help_names_all_experiments():
 
 @pytest.fixture
 def demo(run, tmp_path, monkeypatch):
-    """Two corruptions and no library of 5 MB on the page."""
+    """Two corruptions."""
     monkeypatch.setattr("mgtta.bench.cells.CORRUPTIONS", ("contrast", "jpeg_compression"))
-    monkeypatch.setattr("mgtta.report.page.get_plotlyjs", lambda: "/* library */")
     return lambda *more: run("demo", "--images", 4, "--device", "cpu", "--out", tmp_path / "demo", *more)
 
 

@@ -24,7 +24,6 @@ PACKAGES = {
     "matplotlib": "the fonts of the embedded data set",
     "cma": "FOA",
     "jinja2": "the report's page",
-    "plotly": "the report's charts",
 }
 GIB = 2**30  # bytes
 

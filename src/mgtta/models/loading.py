@@ -15,6 +15,7 @@ from torch import nn
 
 from mgtta._lib.files import read_tensors
 from mgtta._lib.shipped import shipped
+from mgtta._lib.shrunk import widened
 from mgtta._lib.timm import timm
 from mgtta.models import architectures  # noqa: F401  (adds names to timm's)
 from mgtta.models.checks import one_logit
@@ -128,7 +129,7 @@ def _check_classes(net: nn.Module, name: str) -> None:
 def _shipped(name: str) -> nn.Module:
     tensors, metadata = read_tensors(shipped("models")[name])
     net = vision_transformer(**json.loads(metadata["model"]))
-    net.load_state_dict({key: t.float() for key, t in tensors.items()})
+    net.load_state_dict(widened(tensors))
     net.pretrained_cfg = json.loads(metadata["normalisation"])
     return net
 
