@@ -4,9 +4,11 @@ import typer
 
 
 def doctor() -> None:
-    """Show versions and devices, what is missing, and how to install it."""
-    from mgtta.cli.listing import health, show
+    """Show versions, devices, memory and the time of a step; what is missing, and how to install it."""
+    from rich.console import Console
+
+    from mgtta.cli.health import health
 
     table, healthy = health()
-    show(table)
+    Console().print(table)
     raise typer.Exit(0 if healthy else 1)

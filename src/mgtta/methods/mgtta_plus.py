@@ -29,6 +29,7 @@ PRIOR_IMAGES = 16  # for which the source's mean counts at the start
     needs=[SOURCE, GENERATOR],
     descent=Descent(5e-3, "mgg", fixed=True),
     rate_at=rate_of_the_paper,
+    passes=(2, 2),
 )
 class MGTTAPlus(MGTTA):
     """MGTTA+: MGTTA with mirrored twins, re-centred predictions and a shrinking step (ours, see docs/research.md).
