@@ -80,8 +80,8 @@ def test_the_cost_of_a_recipe_is_what_it_does(name):
 
     for module in method.modules():
         if isinstance(module, mgtta.Classifier):
-            first = module.net[1] if isinstance(module.net, type(convnet("batch"))) else module.net.blocks[1].norm1
-            first.register_forward_hook(count)
+            counted = module.net if name in ("bn", "rotta") else module.net.blocks[1].norm1
+            counted.register_forward_hook(count)
     n = 64 if name == "rotta" else 4  # its update comes after 64 images
     for i in range(2):
         method(images(n, seed=i))

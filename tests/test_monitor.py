@@ -294,9 +294,7 @@ def three_batches(model, source):
 
 
 def test_json_lines_hold_every_signal(three_batches, tmp_path):
-    lines = JsonLines(tmp_path / "logs" / "signals.jsonl")
-    signals = three_batches(lines)
-    lines.close()
+    signals = three_batches(JsonLines(tmp_path / "logs" / "signals.jsonl"))
     read = [json.loads(line) for line in (tmp_path / "logs" / "signals.jsonl").read_text().splitlines()]
     assert read == [s.plain() for s in signals]
     assert read[-1]["images"] == 24

@@ -28,15 +28,12 @@ class JsonLines:
     """Append one line of JSON for each batch to a file; each line is complete as soon as its batch is."""
 
     def __init__(self, path: str | os.PathLike):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, signals: Signals) -> None:
-        self.file.write(json.dumps(signals.plain()) + "\n")
-        self.file.flush()
-
-    def close(self) -> None:
-        self.file.close()
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(signals.plain()) + "\n")
 
 
 class TensorBoard:
