@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,6 +79,14 @@ class Signals:
         return {**asdict(self), "gain": self.gain, "events": [dict(event) for event in self.events]}
 
 
+class Sample(NamedTuple):
+    """The images of a batch that the source model was asked about."""
+
+    rows: Tensor  # (n,), their places in the batch
+    given: Tensor  # (n, C), the method's logits
+    asked: Tensor  # (n, C), the source model's logits
+
+
 class Window:
     """Means over about the last so many images."""
 
@@ -125,6 +133,9 @@ class Monitor:
         share: share of the images that the source model is asked about; each costs one forward pass.
         window: images that means look back on.
         model: the source model, to share one among several monitors; by default it is taken from the method.
+
+    Attributes:
+        last: the sample of the last batch; None if the source model was not asked.
     """
 
     def __init__(
@@ -159,6 +170,7 @@ class Monitor:
         self.predictions = Window(self.window)  # entropy, confidence
         self.sample = Window(self.window)  # changed; and accuracy of the method and of the source, if calibrated
         self.features = Window(self.window)  # (d,)
+        self.last: Sample | None = None
 
     @torch.no_grad()
     def __call__(self, x: Tensor, logits: Tensor) -> Signals:
@@ -177,11 +189,13 @@ class Monitor:
         self.seen.owed += self.share * len(logits)
         n = min(int(self.seen.owed), len(logits))
         self.seen.owed -= n
+        self.last = None
         if n == 0:
             return False
         rows = torch.linspace(0, len(logits) - 1, n).round().long()  # spread over the batch
         asked, features = self.model.features(x[rows.to(x.device)])
         given = logits[rows.to(logits.device)].to(asked)
+        self.last = Sample(rows, given, asked)
         columns = [(asked.argmax(1) != given.argmax(1)).float()]
         if self.calibration is not None:
             columns += list(self.calibration.estimates(given, asked).T)

@@ -41,6 +41,17 @@ SaveEvery = Annotated[int, typer.Option(min=1, help="Batches between two saves o
 Guarded = Annotated[bool, typer.Option("--guard", help="Watch for collapse, and undo it.")]
 LowMemory = Annotated[bool, typer.Option("--low-memory", help="On the fast path: keep few activations.")]
 Schedule = Annotated[str, typer.Option(help="always; auto: learn mostly after a shift.")]
+Lr = Annotated[float | None, typer.Option(help="Learning rate; by default the method's.")]
+Generator = Annotated[str | None, typer.Option(help="Generator: a shipped name, or a file of `mgtta train`.")]
+Json = Annotated[bool, typer.Option("--json", help="Print a line of JSON for each batch, for programs.")]
+Report = Annotated[
+    Path | None,
+    typer.Option(help="File for a page of your pictures before and after, .html; one more forward pass an image."),
+]
+Estimate = Annotated[
+    str | None,
+    typer.Option(metavar="CLEAN", help="Clean images, best in class folders: estimate the accuracy without labels."),
+]
 SplitShards = Annotated[bool, typer.Option("--split-shards", help="Under torchrun: each rank opens only its own tars.")]
 
 
@@ -55,6 +66,8 @@ def adapt(
     source: Source = None,
     clean: Clean = None,
     setting: Setting = [],
+    lr: Lr = None,
+    generator: Generator = None,
     batch_size: BatchSize = 64,
     images: Images = None,
     shuffle: Shuffle = None,
@@ -63,6 +76,9 @@ def adapt(
     export: Export = None,
     resume: Resume = None,
     save_every: SaveEvery = 32,
+    json: Json = False,
+    report: Report = None,
+    estimate: Estimate = None,
     guard: Guarded = False,
     precision: Precision = "auto",
     low_memory: LowMemory = False,
@@ -80,10 +96,11 @@ def adapt(
 
     group = process_group(context, device, timeout)
     ranks = ranks_of(group)
-    check_outputs(ranks, out, state, export)
+    check_outputs(ranks, out, state, export, report)
+    setting = _with(setting, lr=lr, generator=generator)
     chosen = settings(setting)
     if start is not None and "lr" in chosen:
-        raise ValueError("--start continues at the learning rate of its state: leave out --set lr")
+        raise ValueError("--start continues at the learning rate of its state: leave out --set lr and --lr")
     part = ranks.part if split_shards else None
     classifier, dataset = model_and_data(model, checkpoint, num_classes, data, size, skip_unreadable, device, part)
     chosen |= _needed(method, classifier, chosen, source, clean, size)
@@ -96,11 +113,74 @@ def adapt(
             mgtta.load_state(adapting, start)
         same = {"settings": setting, "schedule": schedule}
         name = Path(data).name
+        story = _story(adapting, dataset, chosen, (json, report, estimate), (batch_size, size, images))
         result = mgtta.adapt_stream(
-            adapting, dataset, out, **order, **files, protocol=same, split_shards=split_shards, domain=name
+            adapting, dataset, out, **order, **files, protocol=same, split_shards=split_shards, domain=name, watch=story
         )
-    if ranks.first:
+    if story is not None:
+        story.end(result)
+    elif ranks.first:
         typer.echo(result)
+
+
+def _with(setting: list[str], **options: Any) -> list[str]:
+    """Return the settings of --set with those that have an option of their own."""
+    found = list(setting)
+    for name, value in options.items():
+        if value is None:
+            continue
+        if any(pair.startswith(f"{name}=") for pair in setting):
+            raise ValueError(f"--{name} and --set {name}=... name the same setting: leave out one")
+        found.append(f"{name}={value}")
+    return found
+
+
+def _story(
+    method: Any,
+    dataset: Any,
+    chosen: dict[str, Any],
+    telling: tuple[bool, Path | None, str | None],
+    reading: tuple[int, int | None, int | None],
+) -> Any:
+    """Return what follows the run and speaks of it; None if several ranks share the batches.
+
+    Args:
+        telling: --json, --report and --estimate.
+        reading: --batch-size, --size and --images.
+    """
+    from mgtta.adaptation.monitor import SHARE, Monitor
+    from mgtta.running.story import Story
+
+    lines, report, estimate = telling
+    batch_size, size, images = reading
+    if method.ranks.size > 1:
+        if lines or report or estimate:
+            raise ValueError("--json, --report and --estimate follow one process: leave them out under torchrun")
+        return None
+    calibration = None if estimate is None else _calibration(method, estimate, batch_size, size)
+    share = SHARE if report is None else 1.0
+    monitor = Monitor(method, source=chosen.get("source"), calibration=calibration, share=share)
+    classes = getattr(dataset, "classes", None)
+    named = classes is not None and len(classes) == method.model.num_classes
+    story = Story(monitor, lines, report, getattr(dataset, "name", str), classes.__getitem__ if named else str)
+    story.start(min(len(dataset), images or len(dataset)))
+    return story
+
+
+def _calibration(method: Any, estimate: str, batch_size: int, size: int | None) -> Any:
+    """Return a calibration from the images of --estimate, with their labels if their folders are the classes."""
+    import torch
+
+    from mgtta.cli.inputs import open_images
+    from mgtta.data.streams import stream
+    from mgtta.running.calibrate import IMAGES, calibrate
+
+    clean = open_images(estimate, method.model, size)
+    batches = list(stream(clean, first=IMAGES))
+    classes = getattr(clean, "classes", None)
+    named = classes is not None and len(classes) == method.model.num_classes
+    labels = torch.cat([batch.y for batch in batches]) if named else None
+    return calibrate(method, torch.cat([batch.x for batch in batches]), labels, batch_size=batch_size)
 
 
 def _needed(

@@ -5,10 +5,9 @@ import typer
 
 def doctor() -> None:
     """Show versions, devices, memory and the time of a step; what is missing, and how to install it."""
-    from rich.console import Console
-
     from mgtta.cli.health import health
+    from mgtta.cli.listing import show
 
     table, healthy = health()
-    Console().print(table)
+    show(table)
     raise typer.Exit(0 if healthy else 1)

@@ -107,3 +107,12 @@ def _wrapped(text: str, indent: str = "") -> str:
     width = min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
     further = f"{indent}  " if indent else ""
     return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=further, break_on_hyphens=False)
+
+
+def show(*tables: Any) -> None:
+    """Print rich tables."""
+    from rich.console import Console
+
+    console = Console()
+    for table in tables:
+        console.print(table)
