@@ -225,8 +225,8 @@ class Monitor:
         if events[: len(told)] != told:  # the method was reset
             told = []
         self.seen.events = events
-        unsure, confidence = self.predictions.values() or [None, None]
-        changed, accuracy, source_accuracy = [*self.sample.values(), None, None, None][:3]
+        unsure, confidence = _filled(self.predictions.values(), 2)
+        changed, accuracy, source_accuracy = _filled(self.sample.values(), 3)
         return Signals(
             images=self.seen.images,
             updates=self.method.updates,
@@ -273,6 +273,11 @@ class Monitor:
 
     def _windows(self) -> dict[str, Window]:
         return {"predictions": self.predictions, "sample": self.sample, "features": self.features}
+
+
+def _filled(values: list[float], length: int) -> list[float | None]:
+    """Return the values, and None for those that are not known."""
+    return [*values, *[None] * (length - len(values))]
 
 
 def source_model(method: Adapting) -> Classifier:

@@ -160,9 +160,7 @@ def _story(
     calibration = None if estimate is None else _calibration(method, estimate, batch_size, size)
     share = SHARE if report is None else 1.0
     monitor = Monitor(method, source=chosen.get("source"), calibration=calibration, share=share)
-    classes = getattr(dataset, "classes", None)
-    named = classes is not None and len(classes) == method.model.num_classes
-    story = Story(monitor, lines, report, getattr(dataset, "name", str), classes.__getitem__ if named else str)
+    story = Story(monitor, lines, report, getattr(dataset, "name", str), _class_names(dataset, method))
     story.start(min(len(dataset), images or len(dataset)))
     return story
 
@@ -177,10 +175,17 @@ def _calibration(method: Any, estimate: str, batch_size: int, size: int | None) 
 
     clean = open_images(estimate, method.model, size)
     batches = list(stream(clean, first=IMAGES))
-    classes = getattr(clean, "classes", None)
-    named = classes is not None and len(classes) == method.model.num_classes
-    labels = torch.cat([batch.y for batch in batches]) if named else None
+    found = [batch.y for batch in batches if batch.y is not None]
+    labels = torch.cat(found) if found and _class_names(clean, method) is not str else None
     return calibrate(method, torch.cat([batch.x for batch in batches]), labels, batch_size=batch_size)
+
+
+def _class_names(dataset: Any, method: Any) -> Any:
+    """Return what names a class: the data set's names if they are the model's classes, else the numbers."""
+    classes = getattr(dataset, "classes", None)
+    if classes is None or len(classes) != method.model.num_classes:
+        return str
+    return classes.__getitem__
 
 
 def _needed(
@@ -192,8 +197,8 @@ def _needed(
     needs = recipe(method).needs
     if FISHER in needs and "fisher" not in chosen:
         raise ValueError(
-            f"{method} needs Fisher information of clean images: --set fisher=FILE, which mgtta.fisher_information "
-            "and mgtta.save_fisher write; --method eta does without it"
+            f"{method} needs Fisher information of clean images: --set fisher=FILE, which `mgtta fisher` writes; "
+            "--method eta does without it"
         )
     if SOURCE not in needs:
         return {}
