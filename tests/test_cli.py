@@ -154,7 +154,7 @@ def test_source_then_train_then_adapt(run, folder, tmp_path):
 def test_list_and_doctor(run):
     code, out, _ = run("list")
     assert code == 0
-    for word in ("mgtta", "tent", "imagenet", "gaussian_noise", "imagenet-c", "name@mgtta", "lr=0.00025", "lr=0.0005"):
+    for word in ("mgtta", "tent", "imagenet", "gaussian_noise", "imagenet-c", "forward only"):
         assert word in out
     code, out, _ = run("doctor")
     assert code == 0
@@ -271,7 +271,7 @@ def test_the_same_option_has_the_same_name_in_every_command():
     options = {name: {word for p in command.params for word in p.opts} for name, command in commands.items()}
     for option, having in {
         "--resume": {"adapt", "train"},
-        "--images": {"adapt", "train", "source", "bench", "demo"},
+        "--images": {"adapt", "train", "source", "fisher", "bench", "demo"},
         "--corruptions": {"corrupt", "bench"},
     }.items():
         assert {name for name in options if option in options[name]} == having
@@ -292,6 +292,7 @@ def test_errors_speak_the_command_line():
     assert in_options("leave out shuffle=..., or resume=...") == "leave out --shuffle, or --resume"
     assert in_options("take precision='fp32', and low_memory=...") == "take --precision fp32, and --low-memory"
     assert in_options("lr=0.1 and batch=... stay") == "lr=0.1 and batch=... stay"
+    assert "`mgtta fisher" in in_options("compute it with mgtta.fisher_information(model, clean_images)")
 
 
 def test_source_statistics_of_other_weights_name_the_source_command(run, folder, tmp_path):
@@ -385,6 +386,7 @@ def test_adapt_names_or_skips_an_unreadable_image(run, folder, tmp_path):
     code, _, err = run(*common, "--out", tmp_path / "p.csv")
     assert code == 2
     assert "zz.png" in err
+    assert "--skip-unreadable" in err
     assert not (tmp_path / "p.csv").exists()
     code, out, err = run(*common, "--out", tmp_path / "p.csv", "--skip-unreadable")
     assert code == 0, err
@@ -398,6 +400,45 @@ def test_corrupt_writes_a_tree(run, folder, tmp_path):
     assert len(list((tmp_path / "c" / "contrast" / "5" / "class1").iterdir())) == 6
     assert sorted(p.name for p in (tmp_path / "c" / "contrast").iterdir()) == ["3", "5"]
     assert sorted(p.name for p in (tmp_path / "c").iterdir() if p.is_dir()) == ["contrast", "fog"]
+
+
+def test_corrupt_takes_tars(run, folder, tmp_path):
+    write_tar(folder, tmp_path / "images.tar")
+    code, out, err = run(
+        "corrupt", tmp_path / "images.tar", tmp_path / "c", *options(corruptions="fog", severity=5, size=48)
+    )
+    assert code == 0, err
+    assert "12 written" in out
+    assert sorted(p.name for p in (tmp_path / "c" / "fog" / "5").iterdir()) == ["0", "1", "2"]
+    assert len(list((tmp_path / "c" / "fog" / "5" / "1").iterdir())) == 4
+
+
+def write_tar(folder, path):
+    """Write the images of a folder as a WebDataset tar, with labels 0, 1, 2 in turn."""
+    import io
+    import tarfile
+
+    with tarfile.open(path, "w") as tar:
+        for i, image in enumerate(sorted(folder.rglob("*.png"))):
+            for name, data in ((f"{i:04}.png", image.read_bytes()), (f"{i:04}.cls", str(i % 3).encode())):
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+
+
+def test_fisher_makes_the_file_that_eata_needs(run, folder, tmp_path):
+    out = tmp_path / "fisher.safetensors"
+    code, said, err = run("fisher", folder, *options(model="glyphs_vit", out=out, images=8, device="cpu"))
+    assert code == 0, err
+    assert "8 images" in said
+    words = options(model="glyphs_vit", method="eata", out=tmp_path / "p.csv", device="cpu")
+    code, _, err = run("adapt", folder, *words, "--set", f"fisher={out}")
+    assert code == 0, err
+    code, _, err = run(
+        "adapt", folder, *options(model="glyphs_plain", method="eata", device="cpu"), "--set", f"fisher={out}"
+    )
+    assert code == 2
+    assert "`mgtta fisher CLEAN_IMAGES --model NAME`" in err
 
 
 def test_bench_prints_a_table_and_keeps_records(run, tmp_path, monkeypatch):

@@ -133,6 +133,11 @@ def test_the_methods_page_is_the_registry():
         assert own or re.search(r"\(.*20\d\d\)", part), f"{name}: paper and year"
 
 
+def test_the_catalogue_of_the_list_command_is_the_registry():
+    written = runpy.run_path(str(ROOT / "docs" / "methods.py"))
+    assert written["CATALOGUE"].read_text() == written["catalogue"](), "run python docs/methods.py"
+
+
 def test_the_api_page_names_all_public_names():
     named = re.findall(r"^::: mgtta\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
     assert sorted(named) == sorted(mgtta.__all__)

@@ -14,6 +14,7 @@ from mgtta.cli.corrupt import corrupt
 from mgtta.cli.demo import demo
 from mgtta.cli.doctor import doctor
 from mgtta.cli.errors import check_renamed, in_options
+from mgtta.cli.fisher import fisher
 from mgtta.cli.list import list_
 from mgtta.cli.report import report
 from mgtta.cli.serve import serve
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Adapt an image classifier online, without labels, while it works on shifted data.",
 )
-for command in (adapt, train, source, corrupt, bench, report, serve, list_, doctor, demo):
+for command in (adapt, train, source, fisher, corrupt, bench, report, serve, list_, doctor, demo):
     app.command(command.__name__.rstrip("_"))(command)
 
 

@@ -38,6 +38,7 @@ PAPER = Paper(
     resnets={"lr": 2.5e-4},
     mgtta={"lr": 5e-4, "entropy_threshold": 0.3, "all_norms": True},
     rate_at=doubled_at_one,
+    passes=(2, 1),
     revision=1,
 )
 class DeYO(Method):

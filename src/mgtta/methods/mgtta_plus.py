@@ -36,6 +36,7 @@ OPTIONS = {"pull": 0.05, "gather": 16, "recall": 16}  # one setting for all kind
     rate_at=constant_rate,
     options=OPTIONS,
     revision=1,
+    passes=(2, 2),
 )
 class MGTTAPlus(MGTTA):
     """MGTTA+: MGTTA with mirrored twins and re-centred predictions; one setting for every stream (ours).
@@ -45,8 +46,7 @@ class MGTTAPlus(MGTTA):
 
     recentre: share of the features' shift from the source that is taken back before the head.
     mirror: True, False (then a step costs what MGTTA's does), or "auto": True if the source model predicts at least
-    three of four clean images like their mirror images, which `source_statistics` measures. Left and right matter for
-    characters, and hardly for photographs.
+    three of four clean images like their mirror images, which `source_statistics` measures.
     decay: the learning rate of step t is lr / sqrt(1 + t / decay); by default it does not fall.
     """
 

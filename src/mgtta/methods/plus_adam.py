@@ -11,6 +11,7 @@ register(
     what="MGTTA+ moved by Adam instead of the learned optimizer (ours).",
     rate_at=constant_rate,
     options=OPTIONS,
+    passes=(2, 2),
 )(MGTTAPlus)
 register(
     "plus_sgd",
@@ -19,4 +20,5 @@ register(
     what="MGTTA+ moved by plain SGD instead of the learned optimizer (ours).",
     rate_at=constant_rate,
     options=OPTIONS,
+    passes=(2, 2),
 )(MGTTAPlus)

@@ -33,6 +33,7 @@ PAPER = Paper(
     papers=[PAPER],
     descent=Descent(lr=2.5e-4, nesterov=True),
     code="github.com/mariodoebler/test-time-adaptation",
+    passes=(2, 2),
     revision=1,
 )
 class ROID(Method):

@@ -37,6 +37,7 @@ PAPER = Paper("Towards Stable Test-Time Adaptation in Dynamic Wild World", "2302
     resnets={"lr": 2.5e-4},
     mgtta={"lr": 1e-3},
     rate_at=doubled_at_one,
+    passes=(2, 2),
 )
 class SAR(Method):
     """Sharpness-aware entropy minimisation on reliable images, with recovery (Niu et al., ICLR 2023).

@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +30,7 @@ from mgtta.running.resume import Run, Totals, save_state
 
 PathLike = str | os.PathLike
 IMAGENET_CLASSES = 1000
+LINE_SECONDS = 10.0  # between two lines of progress, if there is no terminal
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,14 @@ class StreamResult:
         totals: images, labelled images, correct predictions, updates, skipped batches.
         unreadable: (name, reason) of each image that could not be read.
         events: what a guard did.
+        speed: images a second, of the run since it last started.
     """
 
     out: Path
     totals: Totals
     unreadable: list[tuple[str, str]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
+    speed: float | None = None
 
     def __str__(self) -> str:
         parts = [str(self.totals)]
@@ -72,6 +77,7 @@ def adapt_stream(
     split_shards: bool = False,
     domain: str | None = None,
     compare: nn.Module | None = None,
+    watch: Callable[[Batch, Tensor], None] | None = None,
     progress: bool = True,
 ) -> StreamResult:
     """Predict every image of a data set, adapting along the way, and write the predictions to a file.
@@ -94,7 +100,8 @@ def adapt_stream(
         domain: name of the stream; by default the name of the path.
         compare: a model, such as the one that the method was made from: its predictions are written beside the
             method's, for one more forward pass.
-        progress: show a progress bar.
+        watch: called with each batch and its logits, after the update; see mgtta.running.story.
+        progress: show a progress bar, or lines if there is no terminal.
     """
     _check_resume(resume, shuffle, split_shards)
     check_outputs(method.ranks, out, state, export)
@@ -115,11 +122,27 @@ def adapt_stream(
         batches, classes = _labelled(method, dataset, planned)
         names = classes or _imagenet_names(method)
         on_batch = stack.enter_context(_writing(Path(out), dataset, names, method.ranks, run, bar, _source(compare)))
+        if watch is not None:
+            on_batch = _both(on_batch, watch)
+        began = time.perf_counter()
         records = evaluate(method, batches, reset="never", on_batch=on_batch)
+        seconds = time.perf_counter() - began
         _save(method, state, export)
         if run is not None:
             run.finish()
-    return _result(Path(out), method, dataset, records, run)
+    return _result(Path(out), method, dataset, records, run, seconds)
+
+
+def _both(
+    first: Callable[[Record, Batch, Tensor], None], second: Callable[[Batch, Tensor], None]
+) -> Callable[[Record, Batch, Tensor], None]:
+    """Return what calls both after each batch."""
+
+    def on_batch(record: Record, batch: Batch, logits: Tensor) -> None:
+        first(record, batch, logits)
+        second(batch, logits)
+
+    return on_batch
 
 
 def check_outputs(ranks: Alone, out: PathLike, *files: PathLike | None) -> None:
@@ -219,11 +242,17 @@ def _source(model: nn.Module | None) -> Callable[[Tensor], Tensor] | None:
 
 
 class _Bar:
-    """A progress bar over the batches of a run."""
+    """A progress bar over the batches of a run; without a terminal, a line on standard error now and then."""
 
     def __init__(self, title: str, batches: int, shown: bool):
-        self.bar = progress_bar(transient=True, disable=not shown)
+        terminal = sys.stderr.isatty()
+        self.bar = progress_bar(transient=True, disable=not (shown and terminal))
         self.task = self.bar.add_task(title, total=batches)
+        self.lines = shown and not terminal
+        self.title = title
+        self.batches = batches
+        self.done = 0
+        self.said_at = time.monotonic()
 
     def __enter__(self) -> "_Bar":
         self.bar.start()
@@ -234,9 +263,15 @@ class _Bar:
 
     def skip(self, batches: int) -> None:
         self.bar.advance(self.task, batches)
+        self.done += batches
 
     def advance(self) -> None:
         self.bar.advance(self.task)
+        self.done += 1
+        now = time.monotonic()
+        if self.lines and now - self.said_at > LINE_SECONDS:
+            self.said_at = now
+            print(f"{self.title}: {self.done} of {self.batches} batches", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -276,11 +311,14 @@ def _save(method: Adapting, state: PathLike | None, export: PathLike | None) -> 
         write_tensors(export, method.export().state_dict(), {"format": "pt"})
 
 
-def _result(out: Path, method: Adapting, dataset: Any, records: list[Record], run: Run | None) -> StreamResult:
+def _result(
+    out: Path, method: Adapting, dataset: Any, records: list[Record], run: Run | None, seconds: float
+) -> StreamResult:
     totals = Totals()
     if run is not None:
         totals = run.totals
     elif records:
         totals = totals.plus(records[0])
     unreadable = method.ranks.gather(list(getattr(dataset, "skipped", [])))
-    return StreamResult(out, totals, list(dict.fromkeys(unreadable)), list(method.events))
+    speed = sum(record.images for record in records) / seconds if records else None
+    return StreamResult(out, totals, list(dict.fromkeys(unreadable)), list(method.events), speed)
