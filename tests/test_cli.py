@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from conftest import CLASSES
+from made_up import fake
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -517,7 +518,9 @@ def test_demo_prints_a_table_and_writes_the_report(demo, tmp_path):
     assert code == 0, err
     assert "jpeg_compression" in out
     assert "mean" in out
-    assert out.splitlines()[-1] == f"report: {tmp_path / 'demo' / 'report.html'}"
+    assert f"  open {tmp_path / 'demo' / 'report.html'} in a browser\n" in out
+    assert "  mgtta bench continual --images 4 --methods noadapt,mgtta_plus " in out
+    assert out.splitlines()[-1].startswith("  mgtta adapt IMAGES --model MODEL")
     assert {p.name for p in (tmp_path / "demo").iterdir()} == {
         "records.jsonl",
         "report.html",
@@ -526,8 +529,33 @@ def test_demo_prints_a_table_and_writes_the_report(demo, tmp_path):
     }
     assert "mgtta demo --images 4" in (tmp_path / "demo" / "report.html").read_text()
     records = [json.loads(line) for line in (tmp_path / "demo" / "records.jsonl").read_text().splitlines()]
-    assert [(r["method"], r["settings"]) for r in records[:2]] == [("noadapt", {}), ("mgtta", {})]
+    assert [(r["method"], r["settings"]) for r in records[:2]] == [("noadapt", {}), ("mgtta_plus", {})]
     assert all(r["batch_size"] == 16 and r["protocol"]["weights"] for r in records)
+
+
+def test_demo_without_a_terminal_prints_a_line_for_each_corruption(demo):
+    code, _, err = demo("--methods", "noadapt")
+    assert code == 0, err
+    lines = [line for line in err.splitlines() if line.startswith("demo ")]
+    assert [line.partition(" %")[0].rpartition(":")[0] for line in lines] == [
+        "demo 1/2: noadapt on contrast",
+        "demo 2/2: noadapt on jpeg_compression",
+    ]
+
+
+def test_demo_names_gain_and_every_corruption_that_a_method_makes_worse(tmp_path):
+    from mgtta.bench.demo import summary
+    from mgtta.bench.store import Store
+
+    store = Store(tmp_path)
+    right = {"noadapt": {"fog": 50.0, "snow": 60.0, "frost": 40.0}, "tent": {"fog": 49.0, "snow": 72.5, "frost": 37.0}}
+    for method, domains in right.items():
+        for domain, top1 in domains.items():
+            store.add(f"{method} {domain}", [fake(method, domain, top1=top1)])
+    assert summary(tmp_path) == [
+        "tent: +2.8 points over noadapt on the mean of 3 corruptions",
+        "tent makes worse: frost (-3.0), fog (-1.0)",
+    ]
 
 
 def test_a_second_demo_runs_in_a_new_folder(demo, tmp_path, monkeypatch):
@@ -540,7 +568,7 @@ def test_a_second_demo_runs_in_a_new_folder(demo, tmp_path, monkeypatch):
     for n in (2, 3):
         code, out, err = demo("--methods", "noadapt")
         assert code == 0, err
-        assert out.splitlines()[-1] == f"report: {tmp_path / f'demo-{n}' / 'report.html'}"
+        assert f"open {tmp_path / f'demo-{n}' / 'report.html'} in a browser" in out
     assert len(ran) == 4
     assert (tmp_path / "demo" / "records.jsonl").read_text() == first
 
