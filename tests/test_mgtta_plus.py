@@ -11,15 +11,20 @@ from conftest import CLASSES, NETS, convnet, images, random_generator, vit
 from torch import nn
 
 import mgtta
+from mgtta.adaptation.wrapper import Wrapper, innermost
 from mgtta.fast.vit import ViT
 from mgtta.methods.mgtta_plus import ALIKE
 from mgtta.methods.mgtta_plus import MEMORY_IMAGES as MEMORY
 from mgtta.methods.mgtta_plus import PRIOR_IMAGES as PRIOR
 
+BARE = {"pull": 0, "gather": 0, "recall": 0}
+
 
 def make(model, mirror=True, **settings):
+    """Return mgtta+ without its default options, so that each piece is seen by itself."""
     source = mgtta.source_statistics(model, images(16, seed=99))
-    return mgtta.create("mgtta+", model, source=source, generator=random_generator(), mirror=mirror, **settings)
+    given = {**BARE, **settings}
+    return mgtta.create("mgtta+", model, source=source, generator=random_generator(), mirror=mirror, **given)
 
 
 @pytest.fixture
@@ -33,6 +38,19 @@ def test_without_its_pieces_it_is_mgtta(model):
     same = make(model, lr=0.01, recentre=0.0, mirror=False, decay=math.inf)
     for t in range(3):
         torch.testing.assert_close(same(images(seed=t)), plain(images(seed=t)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["mgtta+", "plus_adam", "plus_sgd"])
+def test_it_has_pull_gather_and_recall_by_default(model, name):
+    source = mgtta.source_statistics(model, images(16, seed=99))
+    method = mgtta.create(name, model, source=source)
+    assert method.most == 16
+    assert method.method.images == 16
+    assert innermost(method).pull == 0.05
+    assert innermost(method).decay == math.inf
+    bare = mgtta.create(name, model, source=source, **BARE)
+    assert not isinstance(bare, Wrapper)
+    assert bare.pull == 0
 
 
 def test_its_objective_is_of_both_views(model):

@@ -218,9 +218,8 @@ def test_methods_without_gradients_are_served(tmp_path, name):
 
 
 def harmful():
-    """A method that soon gives every image the same class, under a guard that then lets the source model predict."""
-    guard = mgtta.Guard(policy="source", sure=0.3, every=64, images=16, dominance=1.0)
-    return mgtta.guarded(Gathered(Bent(mgtta.load_model(confident_vit())), 4), guard)
+    """A method that soon gives every image the same class, under a guard that does not slow it down."""
+    return mgtta.guarded(Gathered(Bent(mgtta.load_model(confident_vit())), 4), mgtta.Guard(slower=1.0))
 
 
 def test_a_guard_brings_a_stream_back_and_its_alarms_are_told(tmp_path):
@@ -239,21 +238,21 @@ def test_a_guard_brings_a_stream_back_and_its_alarms_are_told(tmp_path):
         assert report["waiting"] == 0, "nothing is learned from while the source model predicts"
         assert torch.equal(torch.cat(found)[-64:], expected[-64:])
         kinds = [mark.kind for mark in streams.news("a").marks]
-        assert kinds == ["source"] * report["alarms"]
+        assert kinds.count("slow") + kinds.count("rest") == report["alarms"]
     with serving(tmp_path, harmful()) as streams:
         after = streams.report("a").result(WAIT_SECONDS)
     kept = ("alarms", "resting", "updates", "images")
     assert [after[name] for name in kept] == [report[name] for name in kept]
 
 
-def test_the_images_that_a_guard_keeps_are_never_saved(tmp_path):
-    method = tent(lr=1e-3, guard=mgtta.Guard(every=8, sure=0.2))
+def test_no_image_is_saved_with_a_guard(tmp_path):
+    method = tent(lr=1e-3, guard=mgtta.Guard(every=8))
     x = pictures(64, seed=6)
     with serving(tmp_path, method, wait_seconds=0) as streams:
         for batch in x.split(8):
             ask(streams, "a", batch)
             until(lambda: not streams._due)
-        until(lambda: streams._loaded["a"].anchors is not None)
+        until(lambda: streams._loaded["a"].method.watch.lost)
     [path] = tmp_path.glob("*.safetensors")
     saved = path.read_bytes()
     assert not any(image.numpy().tobytes()[:64] in saved for image in x)

@@ -88,18 +88,6 @@ class Stream:
         guarded = _wrapper(self.method, Guarded)
         return guarded is not None and guarded.watch.images < guarded.watch.rest_until
 
-    @property
-    def anchors(self) -> Tensor | None:
-        """The images that a guard keeps, (k, 3, H, W); None if there are none. They are never saved."""
-        guarded = _wrapper(self.method, Guarded)
-        return None if guarded is None else guarded.watch.anchors
-
-    @anchors.setter
-    def anchors(self, images: Tensor | None) -> None:
-        guarded = _wrapper(self.method, Guarded)
-        if guarded is not None:
-            guarded.watch.anchors = images
-
     def answer(self, x: Tensor) -> Answer:
         """Predict the images, keep them for an update, and look for a shift."""
         before = _place(self.method)
