@@ -125,9 +125,10 @@ def bench(
 
     images = _images(images, quick)
     scored: dict[str, Any] = {"num_classes": num_classes, "classes": _text(classes), "restrict": restrict}
-    how: dict[str, Any] = {"frost_textures": _text(frost_textures), "constants": constants, "precision": precision}
-    shared = (model, _text(checkpoint), data, validation, source, generator, images, _device(device, tf32), tf32)
-    setup = Setup(*shared, profile=profile, **scored, **how)
+    scored |= {"frost_textures": _text(frost_textures), "constants": constants}
+    how: dict[str, Any] = {"device": _device(device, tf32), "tf32": tf32, "precision": precision, "profile": profile}
+    weights = _text(checkpoint)
+    setup = Setup(model, weights, data, validation, source, generator, images, **how, **scored)
     amount = _amount(quick, corruptions, seconds, images, data) | _of_streams(experiment, set_, single, rounds)
     options = Options(names(methods), seeds, _variants(variant, experiment, data), generator, **amount)
     store = Store(out)
