@@ -13,7 +13,7 @@ from torch import nn
 
 import mgtta
 from mgtta.fast.vit import ViT
-from mgtta.methods._mirror import ALIKE
+from mgtta.methods.mgtta_plus import ALIKE
 from mgtta.methods.mgtta_plus import MEMORY_IMAGES as MEMORY
 from mgtta.methods.mgtta_plus import PRIOR_IMAGES as PRIOR
 from mgtta.models.head import HeadTap
@@ -229,7 +229,7 @@ def test_an_export_of_any_linear_head_has_the_shift():
     method(images(8) * 0.6)
     shift = method._shift(method.mean)
     torch.testing.assert_close(method.export()(x), method.model(x) + shift)
-    with pytest.raises(ValueError, match=r"TwoHeads do not come from one layer.*recentre=0"):
+    with pytest.raises(ValueError, match=r"TwoHeads has no layer whose bias takes the shift: give recentre=0"):
         make(mgtta.load_model(TwoHeads())).export()
 
 
