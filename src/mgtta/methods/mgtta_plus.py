@@ -115,8 +115,9 @@ class MGTTAPlus(MGTTA):
             return super().export()
         if self._layer == LOGITS:
             raise ValueError(f"{self.model.name} has no layer whose bias takes the shift: give recentre=0 to export it")
-        shift = {"head_shift": self._shift(self.mean, every_class=True), "head_layer": self._layer}
-        return export_net(self.model, self.adapted, statistics=self.statistics, **shift)
+        shift = self._shift(self.mean, every_class=True)
+        own = self.adapted
+        return export_net(self.model, own, statistics=self.statistics, head_shift=shift, head_layer=self._layer)
 
     def observe(self, seen: Pass) -> None:
         mean, images = self._running(seen.features[-1])
