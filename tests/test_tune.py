@@ -38,8 +38,8 @@ def test_tuning_says_how_sure_it_is():
 
 def test_a_rate_that_destroys_the_model_is_not_chosen():
     model = mgtta.load_model("glyphs_vit")
-    clean, labels = Glyphs(32, seed=41).tensors()
-    x = corrupt(Glyphs(48, seed=42).tensors()[0], "gaussian_noise", 3)
+    clean, labels = Glyphs(16, seed=41).tensors()
+    x = corrupt(Glyphs(32, seed=42).tensors()[0], "gaussian_noise", 3)
     candidates = [Candidate("noadapt"), Candidate("tent", {"lr": 1e-3}), Candidate("tent", {"lr": 3.0})]
     told = []
     found = tune(model, x, clean, labels, candidates=candidates, batch_size=16, on_candidate=told.append)
