@@ -8,7 +8,6 @@ from mgtta.methods._recipe import Recipe
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import Chosen
 
-
 GUARDED_GATHER = 16  # images that a guarded method learns from together, at least
 
 

@@ -42,6 +42,7 @@ def calibrate(
     images: int = IMAGES,
     batch_size: int = 64,
     severities: Sequence[int] = (3, 5),
+    corruptions: Sequence[str] = VALIDATION_CORRUPTIONS,
     seed: int = 0,
 ) -> Calibration:
     """Return a calibration for a method, from clean images of the kind that its model was trained on.
@@ -55,21 +56,16 @@ def calibrate(
             model gives to it on the clean image, so a model that is unsure on clean images is underrated.
         images: images to use, the first ones.
         batch_size: images of a batch; best that of your stream.
+        severities, corruptions: of the copies; at least two corruptions, so that the error can be told.
     """
     x = torch.cat(list(image_batches(clean_images, batch_size, images)))
-    if len(x) < FEWEST_IMAGES:
-        raise ValueError(f"{len(x)} clean images: a calibration needs at least {FEWEST_IMAGES}, and 128 are enough")
-    if labels is not None and len(labels) < len(x):
-        raise ValueError(f"{len(labels)} labels for {len(x)} clean images: give one for each, or none")
-    for severity in severities:
-        if severity not in SEVERITIES:
-            raise unknown("severity", severity, map(str, SEVERITIES))
+    _check(x, labels, severities, corruptions)
     source = source_model(method)
     truth = clean_truth(source, x, labels, batch_size)
     kept = copy.deepcopy(method.state_dict())
     domains: dict[str, list[Rows]] = {}
     try:
-        for name, severity in [(CLEAN, 0), *((c, s) for s in severities for c in VALIDATION_CORRUPTIONS)]:
+        for name, severity in [(CLEAN, 0), *((c, s) for s in severities for c in corruptions)]:
             shifted = x if name == CLEAN else corrupt(x.cpu(), name, severity, seed=seed)
             method.reset()
             domains.setdefault(name, []).append(domain_rows(method, source, shifted, truth, batch_size))
@@ -85,6 +81,18 @@ def calibrate(
         model=source.name,
         fingerprint=innermost(method).fingerprint,
     )
+
+
+def _check(x: Tensor, labels: Tensor | None, severities: Sequence[int], corruptions: Sequence[str]) -> None:
+    if len(x) < FEWEST_IMAGES:
+        raise ValueError(f"{len(x)} clean images: a calibration needs at least {FEWEST_IMAGES}, and 128 are enough")
+    if labels is not None and len(labels) < len(x):
+        raise ValueError(f"{len(labels)} labels for {len(x)} clean images: give one for each, or none")
+    for severity in severities:
+        if severity not in SEVERITIES:
+            raise unknown("severity", severity, map(str, SEVERITIES))
+    if len(corruptions) < 2:
+        raise ValueError("a calibration needs at least two corruptions")
 
 
 @torch.no_grad()
