@@ -83,7 +83,8 @@ def from_cells(work: Path, part: str) -> list[dict]:
         true = {m: measured[m][domain].accuracy for m in methods}
         estimates = {}
         for m in methods:
-            learned = coefficients(cell.rows for name, cell in calibration[m].items() if name != domain)[0]
+            known = {name: cell for name, cell in calibration[m].items() if name not in (domain, estimate.CLEAN)}
+            learned = coefficients(cell.rows for cell in known.values())[0]
             cell = measured[m][domain]
             estimates[m] = 100 * float(probability(learned, cell.rows.evidence[0]).mean())
         best = max(estimates, key=estimates.__getitem__)
