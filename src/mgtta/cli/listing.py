@@ -79,7 +79,7 @@ def _generators() -> Table:
 def _models() -> Table:
     table = Table("model", "what it is", title="models: mgtta.load_model(name)")
     for name in shipped("models"):
-        table.add_row(name, "comes with the package, for mgtta.data.glyphs")
+        table.add_row(name, f"comes with the package, for mgtta.data.{name.partition('_')[0]}")
     table.add_row("any timm name", "timm.list_models() shows them")
     return table
 

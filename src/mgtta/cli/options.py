@@ -17,7 +17,7 @@ OWN_OPTIONS = {  # arguments of `mgtta.create` that --set does not take -> the o
 }
 
 Model = Annotated[
-    str, typer.Option(help="A timm name, or a small ViT that comes with the package: glyphs_vit, glyphs_plain.")
+    str, typer.Option(help="A timm name, or a small ViT that comes with the package: glyphs_vit, patterns_vit.")
 ]
 Checkpoint = Annotated[Path | None, typer.Option(help="Weights: .safetensors, or .pth of plain tensors.")]
 NumClasses = Annotated[

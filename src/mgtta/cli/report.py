@@ -7,7 +7,7 @@ import typer
 
 Runs = Annotated[Path, typer.Argument(metavar="RUNS", help="The folder of the records: --out of `mgtta bench`.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for the report; by default the same folder.")]
-Examples = Annotated[bool, typer.Option(help="Show images with predictions, if the data are the characters.")]
+Examples = Annotated[bool, typer.Option(help="Show images with predictions, if the data are embedded.")]
 
 
 def report(runs: Runs, out: Out = None, examples: Examples = True) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from mgtta._lib.shipped import shipped
 from mgtta.adaptation.wrapper import Adapting
 from mgtta.data.cache import Held, Room
-from mgtta.data.glyphs import CLASSES, Glyphs
+from mgtta.data.embedded import EMBEDDED
 from mgtta.data.streams import Batch, corrupted, stream
 from mgtta.methods.create import create
 from mgtta.methods.registry import SOURCE, recipe
@@ -22,9 +22,6 @@ from mgtta.models.classifier import Classifier
 from mgtta.models.loading import load_model
 from mgtta.models.source import load_source
 from mgtta.report.summary import Record, unique
-
-EMBEDDED = "glyphs_vit"  # the model that comes with the package
-CHARACTERS = "rendered characters"  # the name of its images in records
 
 
 @dataclass(frozen=True)
@@ -48,37 +45,36 @@ class Example:
 
 
 def embedded_examples(records: Sequence[Record], domains: int = 2, images: int = 96) -> list[Example]:
-    """Return characters with predictions before and after adaptation, if the records are of the embedded model.
+    """Return images with predictions before and after adaptation, if the records are of an embedded model.
 
-    The method is MGTTA if it is among the records. The domains are those in which its accuracy differs most from
-    NoAdapt's, up or down. It adapts to `images` images by the records' protocol. Of the next batch there is up to one
-    image that it corrects, one that it spoils, and one of which neither is true.
+    The method is MGTTA if it is among the records, and the model that of its first record. The domains are those in
+    which its accuracy differs most from NoAdapt's, up or down. It adapts to `images` images by the records' protocol.
+    Of the next batch there is up to one image that it corrects, one that it spoils, and one of which neither is true.
     """
     own = [r for r in records if r["experiment"] == "corruptions" and _reproducible(r.get("protocol") or {})]
     methods = sorted({r["method"] for r in own} - {"noadapt"}, key=lambda m: (m != "mgtta", m))
     if not methods:
         return []
     like = next(r for r in own if r["method"] == methods[0])
-    model = load_model(EMBEDDED)
+    name = like["protocol"]["model"]
+    model = load_model(name)
     method = _method(like, model)
-    characters = Held(Glyphs(min(images + like["batch_size"], like["images"])), Room(2**27))
+    clean = Held(EMBEDDED[name](min(images + like["batch_size"], like["images"])), Room(2**27))
     found = []
     for domain in _most_changed(own, like["method"])[:domains]:
-        batches = stream(
-            corrupted(characters, [domain], like["severity"]), batch_size=like["batch_size"], seed=like["seed"]
-        )
+        batches = stream(corrupted(clean, [domain], like["severity"]), batch_size=like["batch_size"], seed=like["seed"])
         method.reset()
         for batch in batches:
             after = method(batch.x)
-        found += _examples(like["method"], domain, characters, batch, model(batch.x).detach(), after)
+        found += _examples(like["method"], domain, clean, batch, model(batch.x).detach(), after)
     return found
 
 
 def _reproducible(protocol: dict[str, Any]) -> bool:
     """Return whether the records' model, images and generator are available here."""
-    if protocol.get("model") != EMBEDDED or protocol.get("checkpoint") is not None:
+    if protocol.get("model") not in EMBEDDED or protocol.get("checkpoint") is not None:
         return False
-    if protocol.get("data") != CHARACTERS:
+    if protocol.get("data") != EMBEDDED[protocol["model"]].title:
         return False
     generator = protocol.get("generator")
     return generator is None or generator in shipped("generators") or Path(generator).is_file()
@@ -87,7 +83,7 @@ def _reproducible(protocol: dict[str, Any]) -> bool:
 def _method(like: Record, model: Classifier) -> Adapting:
     settings = dict(like.get("settings") or {})
     if SOURCE in recipe(like["method"]).needs:
-        settings["source"] = load_source(EMBEDDED)
+        settings["source"] = load_source(like["protocol"]["model"])
     if "generator" in recipe(like["method"]).settings and like["protocol"].get("generator"):
         settings.setdefault("generator", like["protocol"]["generator"])
     return create(like["method"], model, **settings)
@@ -105,16 +101,17 @@ def _examples(method: str, domain: str, clean: Held, batch: Batch, before: Tenso
     was = before.argmax(1).eq(labels)
     now = after.argmax(1).eq(labels)
     kinds = (~was & now, was & ~now, was == now)  # corrected, spoiled, neither
+    names = list(clean.classes or [])
 
     def prediction(logits: Tensor, i: int) -> Prediction:
         confidence, k = logits[i].softmax(0).max(0)
-        return Prediction(CLASSES[int(k)], float(confidence), int(k) == int(labels[i]))
+        return Prediction(names[int(k)], float(confidence), int(k) == int(labels[i]))
 
     return [
         Example(
             method,
             domain,
-            CLASSES[int(labels[i])],
+            names[int(labels[i])],
             data_uri(clean[int(batch.index[i])][0]),
             data_uri(batch.x[i]),
             prediction(before, i),
