@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from rich.table import Table
 
 from mgtta.bench.cells import Options, Setup
@@ -31,7 +32,12 @@ def run(images: int, methods: Sequence[str], out: Path, device: str = "cpu", wat
         raise ValueError(f"images must be at least 1, not {images}")
     cells = experiment_cells("corruptions", Options(methods, batch_size=BATCH_SIZE))
     folder = _new_folder(out)
-    run_cells(cells, Setup(MODEL, images=images, device=device), Store(folder), watch=watch, title="demo")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for so small a model, more threads cost more than they give
+    try:
+        run_cells(cells, Setup(MODEL, images=images, device=device), Store(folder), watch=watch, title="demo")
+    finally:
+        torch.set_num_threads(threads)
     return folder
 
 
