@@ -306,7 +306,7 @@ def batchnorm(gather=4, **settings):
 
 
 def test_single_images_are_predicted_with_the_statistics_of_the_stream():
-    method = batchnorm(gather=64)
+    method = batchnorm(gather=16, lr=0.0)
     x = images(FEW_IMAGES - 1)
     source = method.predict(x[:1])
     for one in singles(20, seed=3):
@@ -317,6 +317,20 @@ def test_single_images_are_predicted_with_the_statistics_of_the_stream():
     large = images(FEW_IMAGES)
     assert torch.equal(method.predict(large), method.method.predict(large))  # by its own statistics
     assert not torch.allclose(method.method.predict(x), each)
+
+
+def test_statistics_of_small_batches_are_those_of_the_gathered_images():
+    """Layer by layer, each behind layers that normalise by the same images: as one batch of all of them gives."""
+    method = batchnorm(gather=16, lr=0.0)
+    plain = batchnorm(gather=None, lr=0.0)
+    for x in singles(16):
+        method(x)
+    plain(images(16))
+    mine = dict(method.method.statistics.named_buffers())
+    theirs = dict(plain.statistics.named_buffers())
+    assert mine.keys() == theirs.keys()
+    for name, value in mine.items():
+        torch.testing.assert_close(value, theirs[name])
 
 
 def test_the_first_image_is_predicted_with_the_statistics_of_the_source():
@@ -360,7 +374,7 @@ def test_the_teacher_of_cotta_normalises_by_the_stream_too():
     for x in singles(20):
         assert method(x).isfinite().all()
     assert isinstance(method.method, CoTTA)
-    assert (method.method.statistics.images == 20).all()
+    assert (method.method.statistics.images == 16).all()  # those that were learned from
     x = images(5, seed=9)
     torch.testing.assert_close(method.predict(x)[:1], method.predict(x[:1]))
 

@@ -26,13 +26,6 @@ OFTEN = Guard(every=4)
 RATE = 1.0
 
 
-@pytest.fixture(autouse=True)
-def random_pixels_count(request, monkeypatch):
-    """The images of the tests are random pixels, which a guard would not learn from."""
-    if "content" not in request.node.name:
-        monkeypatch.setattr(guarding, "has_content", lambda x: torch.ones(len(x), dtype=torch.bool))
-
-
 class Bent(Method):
     """A method that pulls every prediction to the class that the source gives least often."""
 

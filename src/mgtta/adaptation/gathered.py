@@ -6,7 +6,8 @@ now and then one update.
 
 BatchNorm layers cannot normalise by one image. A batch of fewer than FEW_IMAGES images is predicted with the statistics
 of the stream so far, and of the source before there are enough images in them. The update normalises by the images that
-were gathered.
+were gathered. Only there are statistics collected from small batches: layer by layer, each behind layers that normalise
+by the same images. Statistics of layers behind others that normalise otherwise do not fit together.
 """
 
 import math
@@ -78,9 +79,13 @@ class Gathered(Wrapper):
         self.kept.append(x.detach().clone())
         if before + coming >= self.images:
             together = self._together()
+            collect = any(self._poor(len(each)) for each in self.kept)
             self.begin()
-            self.method.step(together, observe=False)
+            self.method.step(together, observe=False, collect=collect)
         return seen
+
+    def learn(self, x: Tensor) -> Pass:
+        return self.method.step(x, observe=False, collect=True)
 
     def predict(self, x: Tensor) -> Tensor:
         self.model.check(x)
@@ -120,7 +125,7 @@ class Gathered(Wrapper):
 
     def _predict(self, x: Tensor) -> Pass:
         with self._stream_statistics(len(x)):
-            return self.method.step(x, learn=False)
+            return self.method.step(x, learn=False, collect=not self._poor(len(x)))
 
     def _together(self) -> Tensor:
         """Return the kept images in one batch: those of the most frequent shape and dtype."""

@@ -147,12 +147,13 @@ class Method(MethodState, Budgeted):
         """The network that predicts: the adapting one, unless a method has another."""
         return self.model
 
-    def step(self, x: Tensor, learn: bool = True, observe: bool = True) -> Pass:
+    def step(self, x: Tensor, learn: bool = True, observe: bool = True, collect: bool | None = None) -> Pass:
         """Do what `forward` does, and return the features too.
 
         Args:
             learn: False: only predict and observe.
             observe: False: these images were predicted and observed before, so running statistics leave them out.
+            collect: whether they go into the statistics of BatchNorm layers; by default those do that are observed.
         """
         if DistributedDataParallel._get_active_ddp_module() is not None:
             raise TypeError("DDP does not know how a method learns: give create(..., process_group=...) instead")
@@ -160,10 +161,12 @@ class Method(MethodState, Budgeted):
         self.remember_start()
         if self.paused or self.spent:
             return Pass(self.predict(x))
+        if collect is None:
+            collect = observe
         with self._timed(next(self.model.parameters()).device), torch.inference_mode(False):
             if isinstance(x, Tensor) and x.is_inference():
                 x = x.clone()
-            with torch.set_grad_enabled(learn), _collecting(self, learn, observe):
+            with torch.set_grad_enabled(learn), _collecting(self, learn, collect):
                 seen = self.adapt(x) if learn else self.engine.predict(x)
             with torch.no_grad():
                 seen = Pass(seen.logits.detach(), [f.detach() for f in seen.features])
@@ -200,9 +203,9 @@ class Method(MethodState, Budgeted):
         load(self, before)
 
 
-def _collecting(method: Method, learn: bool, observe: bool) -> AbstractContextManager[None]:
+def _collecting(method: Method, learn: bool, collect: bool) -> AbstractContextManager[None]:
     """Return a block whose first forward pass goes into the stream's statistics, if there are any."""
-    if method.statistics is None or not observe:
+    if method.statistics is None or not collect:
         return nullcontext()
     running = method.model if learn else method.predicting
     return method.statistics.collect(running.net)
