@@ -1,8 +1,11 @@
-"""What a guard knows of a method: the estimate of what adaptation has lost, and all else that is saved with it.
+"""What a guard knows of a method: the estimate of the harm that adaptation does, and all else that is saved with it.
 
-Notation    q  the probabilities of an image before adaptation, y = argmax q; y'  the method's prediction
-            lost = q_y - q_y' where q_y >= sure, else 0, so 0 where the two agree
-Shapes: N images, C classes, K anchors.
+Notation    q  the source's probabilities of an image, y = argmax q its prediction; y' the method's prediction
+            lost = q_y - q_y', averaged over n images: by the source's own judgement, the accuracy that y' costs
+            repeats = the chance that two of the n images get the same class; r of the source, r' of the method
+            harm = lost + CREDIT * log((r' + e) / (r + e)); e is the chance that a few pairs make up
+The source cannot know what adaptation has learned, so `lost` rises when adaptation helps, too. But a model that gets
+better under a shift spreads its predictions over more classes, and one that collapses does the opposite.
 """
 
 import copy
@@ -14,9 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WINDOW = 128  # images that the estimate of what is lost looks back on
-DEVIATIONS = 1.5  # standard errors by which that estimate must be above what is tolerated
-GONE = {"anchor_probs"}  # entries of states that earlier releases wrote
+CREDIT = 0.1  # accuracy for which repeats that are fewer by a factor of e make up
+LEAST_REPEATS = 1e-3  # added to both chances: one in a thousand classes
+FEW_PAIRS = 4  # that may be of one class by accident: their chance is added instead where it is larger
+DEVIATIONS = 1.0  # standard errors by which the harm must be above what is tolerated for an alarm
+SLACK_IMAGES = 64  # of which twice the tolerance is tolerated: few images do not show that predictions spread
+FEWEST_IMAGES = 32  # of which the harm is estimated; then twice as many, and so on, up to the window
 
 
 @dataclass
@@ -24,127 +30,127 @@ class Watch:
     """What a guard knows: all of it is saved and resumed with the method."""
 
     images: int = 0
-    asked_at: int = 0  # images, when the source was last asked
-    lost: float = 0.0  # sum over the images in the window
-    unsure: float = 0.0  # images in the window that the source was not sure of
-    weight: float = 0.0  # images in the window
-    look: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # images, lost, unsure, of the look that lasts
-    left: int = 0  # images still to ask about in it: a look takes as many batches as it needs
-    doubt: bool = False  # whether the last look found more lost than it should
-    entropy: float | None = None  # running means, in units of ln C
-    probs: Tensor | None = None  # (C,), running mean of the predicted probabilities: its entropy is the diversity
-    good: dict[str, float] = field(default_factory=dict)  # signals when the method was last found good
-    there: dict[str, Tensor] | None = None  # the parameters of which the source was last asked
-    snapshot: dict[str, Any] | None = None  # the method's state when it was last found good; None: its start
-    anchors: Tensor | None = None  # (K, 3, H, W) uint8
-    pace: float = 1.0  # of the learning rate
-    step: int = 0  # alarms since all was calm
-    alarm_at: int = 0
+    began: int = 0  # images at the last start
+    asked_at: int = 0  # images when the source was last asked
+    left: int = 0  # images still to ask about: a question takes as many batches as it needs
+    lost: list[float] = field(default_factory=list)  # of the last images that the source was asked about
+    of_source: list[int] = field(default_factory=list)  # the source's predictions of the same images
+    of_method: list[int] = field(default_factory=list)  # the method's
+    latest: list[int] = field(default_factory=list)  # the method's last predictions, asked about or not
+    usual: float = 0.0  # repeats of the method's predictions when it was last found good
+    doubt: bool = False  # True while the source is asked about every image
+    shadow: bool = False  # True while the source answers, and the method learns beside it
+    pace: float = 1.0  # factor on the learning rate
+    failures: int = 0  # alarms since the method was last trusted
     rests: int = 0
-    rest_until: int = 0
+    rest_until: int = 0  # images until which the source answers and nothing is learned
+    snapshot: dict[str, Any] | None = None  # the method's state when it was last found good; None: its start
     events: list[dict[str, Any]] = field(default_factory=list)
 
-    @property
-    def began(self) -> int:
-        """Number of images at the last start."""
-        return max(self.alarm_at, self.rest_until)
+    def take(self, lost: Tensor, of_source: Tensor, of_method: Tensor, window: int) -> None:
+        """Take in images (n,) that the source was asked about; the window keeps the last ones."""
+        self.lost = [*self.lost, *lost.tolist()][-window:]
+        self.of_source = [*self.of_source, *of_source.tolist()][-window:]
+        self.of_method = [*self.of_method, *of_method.tolist()][-window:]
+        self.asked_at = self.images
+        self.left = max(self.left - len(lost), 0)
 
-    @property
-    def share(self) -> float:
-        lost, _, images = self.seen()
-        return lost / images if images else 0.0
-
-    def seen(self) -> tuple[float, float, float]:
-        """Lost, unsure and all images of the window, with the look that lasts.
-
-        Noise, of which the source is never sure, speaks neither for a method nor against it, and does not count.
-        """
-        images, lost, unsure = self.look
-        if unsure == images:
-            return self.lost, self.unsure, self.weight
-        keep = min(1.0, max(WINDOW - images, 0) / self.weight) if self.weight else 0.0
-        return keep * self.lost + lost, keep * self.unsure + unsure, keep * self.weight + images
-
-    def end_look(self) -> None:
-        self.lost, self.unsure, self.weight = self.seen()
-        self.look = [0.0, 0.0, 0.0]
+    def follow(self, of_method: Tensor, window: int) -> None:
+        """Take in the method's predictions (n,)."""
+        self.latest = [*self.latest, *of_method.tolist()][-window:]
 
     def forget(self) -> None:
-        """What was seen of a state that is left."""
-        self.lost = self.unsure = self.weight = 0.0
-        self.look = [0.0, 0.0, 0.0]
-        self.doubt, self.left = False, 0
-        self.there = self.entropy = self.probs = None
-        self.good = {}
+        """Forget what was seen of a state that is left."""
+        self.lost = []
+        self.of_source = []
+        self.of_method = []
+        self.latest = []
+        self.usual = 0.0
+        self.doubt = False
+        self.left = 0
+        self.began = self.images
 
-    def excess(self, tolerance: float) -> float:
-        lost, unsure, images = self.seen()
-        return excess(lost, unsure, images, tolerance) if images else 0.0
+    def harm(self, n: int | None = None) -> float:
+        """Return the harm over the last n images that the source was asked about, or over all of the window."""
+        n = n or len(self.lost)
+        if not n:
+            return 0.0
+        least = max(LEAST_REPEATS, FEW_PAIRS / max(n * (n - 1) / 2, 1))
+        more = (repeats(self.of_method[-n:]) + least) / (repeats(self.of_source[-n:]) + least)
+        return sum(self.lost[-n:]) / n + CREDIT * math.log(more)
 
     def alarming(self, tolerance: float) -> bool:
-        """Whether more is lost than tolerated, beyond chance."""
-        lost, _, _ = self.seen()
-        return lost > 0 and self.excess(tolerance) * (1 - DEVIATIONS / math.sqrt(lost)) > 1
+        """Return whether the harm is above the tolerance, beyond chance, over any of several stretches."""
+        n = FEWEST_IMAGES
+        while n <= len(self.lost):
+            mean = sum(self.lost[-n:]) / n
+            square = sum(value * value for value in self.lost[-n:]) / n
+            error = math.sqrt(max(square - mean * mean, 0.0) / n)
+            if self.harm(n) - DEVIATIONS * error > tolerated(tolerance, n):
+                return True
+            n *= 2
+        return False
 
-    def follow(self, probs: Tensor, entropy: float, keep: float) -> None:
-        """Take in mean probabilities (C,) and entropy of a batch; keep: the part of the past that stays."""
-        known = self.probs is not None and self.entropy is not None
-        self.probs = keep * self.probs + (1 - keep) * probs if known else probs  # type: ignore[operator]
-        self.entropy = keep * self.entropy + (1 - keep) * entropy if known else entropy  # type: ignore[operator]
-
-    def diversity(self) -> float:
-        """Of the predicted classes, in [0, 1]: 1 where all are as frequent."""
-        p = self.probs
-        return float(torch.special.entr(p).sum()) / math.log(len(p)) if p is not None else 1.0
+    def signals(self) -> dict[str, float]:
+        """Return what an event tells: the harm and its two parts."""
+        return {
+            "harm": self.harm(),
+            "lost": sum(self.lost) / max(len(self.lost), 1),
+            "repeats": repeats(self.of_method),
+            "repeats of the source": repeats(self.of_source),
+        }
 
 
-def excess(lost: float, unsure: float, images: float, tolerance: float) -> float:
-    """The share that is lost over the one that is tolerated, 1 where they are the same."""
-    return lost / (images + 2 * unsure) / tolerance
+def tolerated(tolerance: float, n: int) -> float:
+    """Return the harm that is tolerated where it is estimated from n images."""
+    return tolerance * (1 + SLACK_IMAGES / n)
 
 
-def what_is_lost(asked: Tensor, logits: Tensor, sure: float, top: int | None = None) -> tuple[Tensor, Tensor]:
-    """What each image has lost (N,), and of which the source is sure (N,); asked are its logits (N, C).
+def repeats(classes: list[int]) -> float:
+    """Return the chance that two of the predictions are the same class."""
+    n = len(classes)
+    if n < 2:
+        return 0.0
+    counts = torch.tensor(classes).unique(return_counts=True)[1]
+    return float((counts * (counts - 1)).sum()) / (n * (n - 1))
+
+
+def what_is_lost(asked: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what each image has lost, the source's prediction and the method's: (n,) each, on the CPU.
 
     Args:
-        top: a class that the method gives to most images: where it does, the source need not be sure.
+        asked: logits of the source (n, C).
+        logits: of the method; a prediction that is not finite loses all of the source's probability.
     """
-    q = asked.softmax(-1)
-    best, _ = q.max(-1)
-    y = logits.nan_to_num().argmax(-1)
-    found = torch.where(logits.isfinite().all(-1), q.gather(1, y[:, None])[:, 0], 0.0)
-    certain = best >= (sure if top is None else torch.where(y == top, 0.0, sure))  # never where q is not finite
-    return torch.where(certain, best - found, 0.0).cpu(), certain.cpu()
+    q = asked.softmax(-1).nan_to_num()
+    best, y = q.max(-1)
+    ours = logits.nan_to_num().argmax(-1)
+    kept = q.gather(1, ours[:, None])[:, 0]
+    kept = torch.where(logits.isfinite().all(-1), kept, 0.0)
+    return (best - kept).cpu(), y.cpu(), ours.cpu()
 
 
-def saved_watch(found: Any, shapes: dict[str, torch.Size]) -> Watch:
-    """What a state says that a guard knew; refused where its entries have other names, types or shapes.
-
-    Args:
-        shapes: of the method's adapted parameters.
-    """
+def saved_watch(found: Any) -> Watch:
+    """Return the watch of a state; a ValueError says what is invalid."""
     fresh = Watch()
-    if not isinstance(found, dict) or found.keys() - GONE != vars(fresh).keys():
-        raise ValueError("this state does not fit a guard: it has other entries")
+    if not isinstance(found, dict) or found.keys() != vars(fresh).keys():
+        raise ValueError("invalid guard state: it has other entries")
 
-    def numbers(values: Any) -> bool:
-        return all(isinstance(value, float | int) for value in values)
-
-    def tensors(value: Any) -> dict[str, Any]:
-        return {name: getattr(t, "shape", None) for name, t in value.items()}
+    def numbers(value: Any, kind: type) -> bool:
+        return isinstance(value, list) and all(type(each) is kind for each in value)
 
     checks: dict[str, Callable[[Any], bool]] = {
-        "entropy": lambda value: value is None or isinstance(value, float),
-        "probs": lambda value: value is None or (isinstance(value, Tensor) and value.ndim == 1),
-        "anchors": lambda value: value is None or (isinstance(value, Tensor) and value.ndim == 4),
-        "good": lambda value: isinstance(value, dict) and numbers(value.values()),
-        "there": lambda value: value is None or (isinstance(value, dict) and tensors(value) == shapes),
+        "lost": lambda value: numbers(value, float),
+        "of_source": lambda value: numbers(value, int),
+        "of_method": lambda value: numbers(value, int),
+        "latest": lambda value: numbers(value, int),
         "snapshot": lambda value: value is None or isinstance(value, dict),
-        "look": lambda value: isinstance(value, list) and len(value) == 3 and numbers(value),
-        "events": lambda value: isinstance(value, list) and all(isinstance(event, dict) for event in value),
+        "events": lambda value: numbers(value, dict),
     }
     for name, value in vars(fresh).items():
-        fits = checks[name](found[name]) if name in checks else type(found[name]) is type(value)
-        if not fits:
-            raise ValueError(f"this state does not fit a guard: its {name} is none")
-    return Watch(**{name: copy.deepcopy(value) for name, value in found.items() if name not in GONE})
+        fits = checks.get(name, lambda given, like=value: type(given) is type(like))
+        if not fits(found[name]):
+            raise ValueError(f"invalid guard state: {name!r} has the wrong type")
+    if not len(found["lost"]) == len(found["of_source"]) == len(found["of_method"]):
+        raise ValueError("invalid guard state: its lists differ in length")
+    return Watch(**{name: copy.deepcopy(value) for name, value in found.items()})

@@ -54,6 +54,7 @@ class Recipe:
         mgtta: what the MGTTA paper changes; None if it does not run the method.
         tries: setting that decides the method -> the values that a sweep tries.
         rate_at: the authors' learning rate for a batch, from the one at 64 images and the batch's images.
+        options: what `create` takes as pull, gather and recall where the caller does not say.
         revision: counts changes by which the same settings gave other figures; see bench/cells.py.
         chosen: the set of settings whose defaults these are.
     """
@@ -70,6 +71,7 @@ class Recipe:
     mgtta: Mapping[str, Any] | None = None
     tries: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     rate_at: Callable[[float, int], float] = linear_rate
+    options: Mapping[str, Any] = field(default_factory=dict)
     revision: int = 0
     chosen: str = AUTHORS
 

@@ -19,6 +19,7 @@ from mgtta.methods.registry import Recipe, recipe
 from mgtta.models.classifier import Classifier
 from mgtta.models.loading import as_classifier
 
+GUARDED_GATHER = 16  # images that a guarded method learns from together, at least
 PRECISIONS = ("auto", "fp32", "bf16", "fp8")
 
 
@@ -45,7 +46,8 @@ def create(
         max_updates, max_seconds: budgets; when one is spent, the method only predicts.
         process_group: ranks that share every batch, such as torch.distributed.group.WORLD. Each creates the same
             method and calls it, batch by batch, with its share of the images, which may be none.
-        guard: True, or mgtta.Guard(...): watch for collapse and undo it.
+        guard: True, or mgtta.Guard(...): watch for harm without labels, and answer with the source model meanwhile. A
+            guarded method learns from at least 16 images together, unless `gather` says otherwise.
         precision: "fp32", exact; "bf16", the fast path: frozen weights in bfloat16, all that adapts in float32, on a
             GPU compiled and captured; "fp8", the same with gradients that pass MLPs in 8 bits, for a plain ViT;
             "auto", the default: "bf16" for methods with a pure objective if a plain ViT in float32 is on a GPU that
@@ -55,6 +57,8 @@ def create(
         pull: after each update the adapted parameters go this share of the way back to the source.
         gather: predict at once, and learn from at least so many images together: for small batches.
         recall: how many domains' states are kept, to be loaded when the stream returns to one of them.
+            Without these three, a recipe has its own: mgtta+ has all of them (no recall over ranks), the others none.
+            0 switches one off.
         settings: the set of the recipe's own settings: "authors", by default, or "mgtta", those in which the MGTTA
             paper ran the method; `deyo@mgtta` as a name is the same.
     """
@@ -70,6 +74,12 @@ def create(
     check_settings(chosen, given)
     check_numbers(max_updates=max_updates, gather=gather, recall=recall)
     check_number("max_seconds", max_seconds)
+    pull = _option(chosen, "pull", pull)
+    gather = _option(chosen, "gather", gather)
+    if guard and gather is None and chosen.works_with["gather"]:
+        gather = GUARDED_GATHER
+    if process_group is None:
+        recall = _option(chosen, "recall", recall)
     with torch.inference_mode(False):
         method = chosen.build(as_classifier(model), given)
         method.name = chosen.name
@@ -93,6 +103,13 @@ def _recipe(name: str, settings: str | None) -> Recipe:
     if "@" in name and found.chosen != settings:
         raise ValueError(f"{name} names a set of settings, and settings={settings!r} another: leave one out")
     return found.at(settings)
+
+
+def _option(chosen: Recipe, name: str, given: Any) -> Any:
+    """Return an option as it was given, or the recipe's own."""
+    if given is None:
+        return chosen.options.get(name)
+    return given
 
 
 def _wrapped(

@@ -1,10 +1,11 @@
-"""MGTTA+: MGTTA with mirrored twins, re-centred predictions and a step that shrinks. Ours: docs/research.md.
+"""MGTTA+: MGTTA with mirrored twins, re-centred predictions, and one setting for every stream. Ours: docs/research.md.
 
 Notation    n images; f (n, d) what the head turns into logits, h = W f + b; mu the source's mean of f
 A running mean m of f, over about MEMORY_IMAGES images, tells how far the stream's features lie from the source's. Since
 the head is linear, taking the shift back before it is the same as adding W (mu - m) to the logits.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,32 +13,52 @@ from torch import Tensor, nn
 
 from mgtta.adaptation.method import OptimizerFactory
 from mgtta.adaptation.step import Pass
-from mgtta.methods._descent import Descent
+from mgtta.methods._descent import Descent, constant_rate
 from mgtta.methods._head import check_head, through_head
-from mgtta.methods.mgtta import MGTTA, rate_of_the_paper
+from mgtta.methods.mgtta import MGTTA
 from mgtta.methods.registry import GENERATOR, SOURCE, register
 from mgtta.models.classifier import Classifier
 from mgtta.models.export import export_net
 from mgtta.models.source import Source
 
-MEMORY_IMAGES = 640  # of the running mean: ten batches of 64
+MEMORY_IMAGES = 160  # of the running mean: two batches and a half of 64
 PRIOR_IMAGES = 16  # for which the source's mean counts at the start
+OPTIONS = {"pull": 0.05, "gather": 16, "recall": 16}  # one setting for all kinds of stream
 
 
+@register(
+    "plus_sgd",
+    needs=[SOURCE],
+    descent=Descent(0.05, "sgd", momentum=0.0, fixed=True),
+    what="MGTTA+ moved by plain SGD instead of the learned optimizer (ours).",
+    rate_at=constant_rate,
+    options=OPTIONS,
+)
+@register(
+    "plus_adam",
+    needs=[SOURCE],
+    descent=Descent(5e-3, "adam", fixed=True),
+    what="MGTTA+ moved by Adam instead of the learned optimizer (ours).",
+    rate_at=constant_rate,
+    options=OPTIONS,
+)
 @register(
     "mgtta_plus",
     needs=[SOURCE, GENERATOR],
     descent=Descent(5e-3, "mgg", fixed=True),
-    rate_at=rate_of_the_paper,
+    rate_at=constant_rate,
+    options=OPTIONS,
+    revision=1,
 )
 class MGTTAPlus(MGTTA):
-    """MGTTA+: MGTTA with mirrored twins, re-centred predictions and a shrinking step (ours, see docs/research.md).
+    """MGTTA+: MGTTA with mirrored twins and re-centred predictions; one setting for every stream (ours).
 
-    It sees every image twice, so a step costs about two of MGTTA's.
+    It sees every image twice, so a step costs about two of MGTTA's. It has pull, gather and recall by default;
+    docs/research.md says how they were chosen.
 
     recentre: share of the features' shift from the source that is taken back before the head.
     mirror: False if left and right matter, as for characters; then a step costs what MGTTA's does.
-    decay: the learning rate of step t is lr / sqrt(1 + t / decay); inf for a stream that shifts again and again.
+    decay: the learning rate of step t is lr / sqrt(1 + t / decay); by default it does not fall.
     """
 
     mean: Tensor
@@ -52,7 +73,7 @@ class MGTTAPlus(MGTTA):
         trade_off: float = 0.8,
         recentre: float = 1.0,
         mirror: bool = True,
-        decay: float = 5.0,
+        decay: float = math.inf,
     ):
         super().__init__(model, optimizer, source=source, trade_off=trade_off, decay=decay)
         self.recentre = recentre

@@ -65,7 +65,7 @@ def register(
 
     Args:
         what: one sentence on the recipe; by default the first paragraph of the docstring, the rest being `more`.
-        declared: code, resnets, mgtta, tries, rate_at, revision; see Recipe.
+        declared: code, resnets, mgtta, tries, rate_at, options, revision; see Recipe.
     """
 
     def registered(make: Make) -> Make:
