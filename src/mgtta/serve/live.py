@@ -76,7 +76,7 @@ class Mark(NamedTuple):
     """Something that happened at an image."""
 
     image: int
-    kind: str  # shift, recall, reset, freeze, learn, or what a guard did
+    kind: str  # shift, recall, reset, freeze, learn; slow, rest, trust: what a guard did
 
 
 class News(NamedTuple):

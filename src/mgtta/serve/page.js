@@ -12,10 +12,9 @@
   const WORDS = {
     shift: ["shift", "A new domain begins"],
     recall: ["recall", "A known domain is back: what was learned on it is loaded"],
-    slow: ["alarm", "Guard: back to a good state, and slower from now on"],
-    rollback: ["alarm", "Guard: back to a good state"],
-    source: ["alarm", "Guard: the source model predicts for a while"],
-    pause: ["alarm", "Guard: one class follows another, so the source model predicts for a while"],
+    slow: ["alarm", "Guard: adaptation does harm. Back to a good state; the source model answers meanwhile"],
+    rest: ["alarm", "Guard: several alarms. The source model answers, and nothing is learned for a while"],
+    trust: ["recall", "Guard: the adapted model answers again"],
     reset: ["done", "Reset to the source model"],
     freeze: ["done", "Frozen: it only predicts"],
     learn: ["done", "It learns again"],
@@ -136,7 +135,7 @@
     detail();
   }
 
-  const stateOf = (report) => (!report.loaded ? "saved" : report.frozen ? "frozen" : report.resting ? "resting" : "learning");
+  const stateOf = (report) => (!report.loaded ? "saved" : report.frozen ? "frozen" : report.resting ? "source answers" : "learning");
 
   function cards() {
     const words = $("find").value.trim().toLowerCase();

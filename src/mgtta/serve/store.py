@@ -60,12 +60,7 @@ class StateFolder:
 
     def save(self, stream: Stream) -> None:
         """Write the state of a stream."""
-        anchors = stream.anchors
-        stream.anchors = None
-        try:
-            save_state(stream.method, self.path(stream.name), run=stream.counts())
-        finally:
-            stream.anchors = anchors
+        save_state(stream.method, self.path(stream.name), run=stream.counts())
         stream.saved()
 
     def load(self, stream: Stream) -> bool:
@@ -73,9 +68,7 @@ class StateFolder:
         path = self.path(stream.name)
         if not path.exists():
             return False
-        anchors = stream.anchors
         counts: dict[str, Any] = load_state(stream.method, path)
-        stream.anchors = anchors
         stream.load_counts(counts)
         return True
 
