@@ -43,8 +43,7 @@ from mgtta.serve.client import Client
 from mgtta.serve.template import RECALL_DOMAINS, template
 
 IMAGES = 256
-WARM_UP_SECONDS = 5.0  # of the method, and of clients that share a stream
-STREAM_SECONDS = 0.15  # more of it for each stream, which is made and saved for the first time
+WARM_UP_SECONDS = 5.0
 LOADED_STREAMS = 64
 MANY_STREAMS = 1000
 TIMES = 10  # the sustainable load
@@ -178,10 +177,10 @@ def rates(x: torch.Tensor, files: list[bytes], clients: list[int], seconds: floa
                 for kind in ("one", "one each"):
                     names = [f"own-{i}" if kind == "one each" else "shared" for i in range(count)]
                     callers = [Caller(address, name, files) for name in names]
-                    warm_up = WARM_UP_SECONDS
-                    if repeat == 0 and kind == "one each":
-                        warm_up += STREAM_SECONDS * count
-                    found = measured(callers, warm_up, seconds)
+                    if not repeat:
+                        for caller in callers:  # one after another: a stream is made and saved for the first time
+                            caller(0)
+                    found = measured(callers, WARM_UP_SECONDS, seconds)
                     for caller in callers:
                         caller.connection.close()
                     after = direct(seconds)

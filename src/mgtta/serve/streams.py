@@ -92,7 +92,7 @@ class Limits:
     streams: int = 1000  # that are known, loaded or saved
     queue_images: int = 2048  # that wait in all streams together
     stream_queue_images: int = 512
-    queue_seconds: float = 5.0  # for which images would wait, by what an image took so far
+    queue_seconds: float = 10.0  # for which images would wait, by what an image took so far
     stream_queue_commands: int = 64
     save_updates: int = 16
     save_seconds: float = 10.0
