@@ -62,6 +62,7 @@ def serve(
     """
     if token is None and host not in LOCAL_HOSTS:
         raise ValueError(f"anyone who reaches {host} could use the service: name a file with a token, --token FILE")
+    _check_device(model, ray)
     side, crop_pct = model.input_size
     build = partial(template, method, model, **settings or {})
     with _listen(host, port) as listening, _streams(build, side, state, limits, ray, replicas) as streams:
@@ -84,6 +85,11 @@ def _streams(
     if ray is None:
         return Streams(build(), side, state, limits)
     return Cluster(build, side, state, limits, replicas=replicas, address=ray)
+
+
+def _check_device(model: Classifier, ray: str | None) -> None:
+    if ray is not None and next(model.parameters()).device.type != "cpu":
+        raise ValueError("replicas on a Ray cluster compute on CPUs: give --device cpu with --ray")
 
 
 def _listen(host: str, port: int) -> socket.socket:
