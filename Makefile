@@ -45,6 +45,7 @@ soak: $(READY)
 # The variable silences an advertisement of the theme.
 docs: $(READY)
 	$(BIN)/python docs/methods.py
+	$(BIN)/python docs/commands.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo site/index.html
 

@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a folder, for sources/ and generators/")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--images", type=int, default=IMAGES)
+    parser.add_argument("--sources-only", action="store_true", help="write the statistics, and train no generator")
     args = parser.parse_args()
     torch.set_num_threads(1)
     characters = Glyphs(args.images, VALIDATION_SEED)
@@ -32,6 +33,8 @@ def main() -> None:
     for name in shipped("models"):
         source = mgtta.source_statistics(mgtta.load_model(name), characters.tensors()[0])
         mgtta.save_source(source, args.out / "sources" / f"{name}.safetensors")
+    if args.sources_only:
+        return
     model = mgtta.load_model("glyphs_vit")
     source = mgtta.load_source(args.out / "sources" / "glyphs_vit.safetensors")
     generator = mgtta.meta_train(model, source, shifted_images(characters, min(128, args.images)), steps=args.steps)

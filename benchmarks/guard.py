@@ -297,8 +297,8 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     worst = min(rows, key=lambda row: row["guarded"] - row["noadapt"])
     plain = [row for row in rows if row["plain"] < row["noadapt"] - 1]
     found = [
-        f"- {len(rows)} cells. Guarded methods are more than 1.0 point below NoAdapt in {len(below)} of them, plain ones "
-        f"in {len(plain)}. The worst is {worst['guarded'] - worst['noadapt']:+.1f} "
+        f"- {len(rows)} cells. Guarded methods are more than 1.0 point below NoAdapt in {len(below)} of them, plain "
+        f"ones in {len(plain)}. The worst is {worst['guarded'] - worst['noadapt']:+.1f} "
         f"({worst['stream']}, {worst['method']}, {worst['rate']}), where the plain one is at "
         f"{worst['plain'] - worst['noadapt']:+.1f}."
     ]
@@ -328,8 +328,8 @@ def page(rows: list[dict[str, Any]]) -> str:
     text = ["# The guard on streams made to break adaptation", ""]
     text += [
         "Top-1 in percent; one seed. Rates: default, the recipe's own; tuned, the best on validation images with "
-        "resets; and ten times that. The guard was chosen on shard 0 under the validation corruptions, and was not changed "
-        "afterwards.",
+        "resets; and ten times that. The guard was chosen on shard 0 under the validation corruptions, and was not "
+        "changed afterwards.",
         "",
     ]
     names = {"imagenet": "ImageNet images, DeiT-Tiny", "characters": "Embedded characters, glyphs_vit"}

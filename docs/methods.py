@@ -1,13 +1,22 @@
-"""Writes the registry of recipes into docs/methods.md, between its two marks: python docs/methods.py"""
+"""Writes the registry of recipes into docs/methods.md, between its two marks, and what `mgtta list` shows.
 
+python docs/methods.py
+"""
+
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mgtta.methods.registry import AUTHORS, MGTTA, REQUIRED, RESNETS, SETS, Recipe, recipes
+from mgtta._lib.shipped import shipped
+from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
+from mgtta.data.datasets import KINDS
+from mgtta.learned.files import load_generator
+from mgtta.methods.registry import AUTHORS, GRADIENTS, MGTTA, REQUIRED, RESNETS, SETS, Recipe, recipes
 
 PAGE = Path(__file__).with_suffix(".md")
+CATALOGUE = PAGE.parent.parent / "src" / "mgtta" / "cli" / "catalogue.json"
 START, END = "<!-- recipes: written by docs/methods.py -->", "<!-- recipes: end -->"
 
 
@@ -34,6 +43,7 @@ def described(recipe: Recipe) -> str:
     lines += [
         f"- **Kind:** {recipe.kind}",
         f"- **Needs:** {needs}",
+        f"- **Cost:** {passes(recipe)}",
         f"- {followed(recipe)} {listed(recipe.settings) or 'none'}",
     ]
     if recipe.resnets:
@@ -45,6 +55,14 @@ def described(recipe: Recipe) -> str:
     if recipe.more:
         lines += ["", explained(recipe.more)]
     return "\n".join(lines)
+
+
+def passes(recipe: Recipe) -> str:
+    """Return the cost of a recipe in words."""
+    forward, backward = recipe.cost
+    if not backward:
+        return f"{forward} forward passes an image, at most" if forward > 1 else "1 forward pass an image"
+    return f"{forward} forward and {backward} backward passes an image, at most"
 
 
 def followed(recipe: Recipe) -> str:
@@ -82,6 +100,41 @@ def setting(key: str, default: Any) -> str:
     return f"{key}={default:g}" if isinstance(default, float) else f"{key}={default!r}".replace("'", '"')
 
 
+def catalogue() -> str:
+    """Return what `mgtta list` shows, as JSON, so that the command does not import torch."""
+    found = {
+        "methods": [entry(recipe) for recipe in recipes().values()],
+        "generators": {name: about_generator(name) for name in shipped("generators")},
+        "data": KINDS,
+        "corruptions": list(CORRUPTIONS),
+        "validation corruptions": list(VALIDATION_CORRUPTIONS),
+    }
+    return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+
+
+def entry(recipe: Recipe) -> dict[str, Any]:
+    """Return one method of the catalogue."""
+    needs = [need for need in recipe.needs if need != GRADIENTS]
+    return {
+        "name": recipe.name,
+        "what": recipe.what,
+        "kind": recipe.kind,
+        "passes": recipe.cost,
+        "needs": needs,
+        "settings": [setting(key, value) for key, value in recipe.settings.items()],
+        "resnets": [setting(key, value) for key, value in recipe.resnets.items()],
+        "mgtta": None if recipe.mgtta is None else [setting(*item) for item in changed(recipe).items()],
+    }
+
+
+def about_generator(name: str) -> str:
+    """Return the size and the training of a shipped generator."""
+    generator = load_generator(name)
+    about = f"hidden size {generator.hidden_size}, memory {generator.memory_kind}"
+    protocol = str(generator.about.get("protocol", ""))
+    return f"{about}; {protocol}" if protocol else about
+
+
 def updated(page: str) -> str:
     """The page with the recipes as they are now."""
     head, rest = page.split(START)
@@ -90,3 +143,4 @@ def updated(page: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    CATALOGUE.write_text(catalogue(), encoding="utf-8")

@@ -587,9 +587,10 @@ def test_image_trees_and_tars_are_decoded_once(tree, tmp_path, monkeypatch):
 
 
 def test_published_imagenet_c_is_read_and_named_so(tmp_path):
-    synsets = sorted(mgtta.data.datasets.synsets())
     for name in ("fog", "contrast"):
-        write_tree(tmp_path / "c" / name / "5", lambda label: synsets[label % 3], n=4)
+        write_tree(tmp_path / "c" / name / "5", lambda label: f"{label:02}", n=4)
+        for label in range(len(CLASSES)):
+            (tmp_path / "c" / name / "5" / f"{label:02}").mkdir(exist_ok=True)
     lab = Lab(Setup(data=str(tmp_path / "c"), images=3), tmp_path)
     cell = Cell("corruptions", "noadapt", ("fog",), batch_size=2)
     [record] = lab.run(cell)
@@ -597,6 +598,19 @@ def test_published_imagenet_c_is_read_and_named_so(tmp_path):
     assert record["images"] == 3
     with pytest.raises(ValueError, match="contrast, fog"):
         lab.run(dataclasses.replace(cell, domains=("snow",)))
+
+
+def test_synset_folders_of_another_model_are_refused(tmp_path):
+    synsets = sorted(mgtta.data.datasets.synsets())
+    tree = write_tree(tmp_path / "images", lambda label: synsets[label % 3], n=4)
+    with pytest.raises(ValueError, match="the images have 1000 classes, glyphs_vit has 30"):
+        Lab(Setup(data=str(tree)), tmp_path).run(FEW[0])
+    (tmp_path / "classes.txt").write_text("\n".join([*synsets[:3], *(str(i) for i in range(27))]))
+    lab = Lab(Setup(data=str(tree), classes=str(tmp_path / "classes.txt")), tmp_path)
+    assert lab.images().labels.max() <= 2
+    assert lab.model(lab.images()).num_classes == 30
+    few = Lab(Setup(data=str(tree), classes=str(tmp_path / "classes.txt"), restrict=True), tmp_path)
+    assert few.model(few.images()).num_classes == len(list(tree.iterdir()))
 
 
 def test_variants_are_scored_in_their_own_classes(tmp_path):

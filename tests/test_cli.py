@@ -8,11 +8,13 @@ import sys
 import pytest
 import torch
 from conftest import CLASSES
+from made_up import fake
 from PIL import Image
 from safetensors.torch import save_file
 
 import mgtta
 from mgtta import cli
+from mgtta.data.datasets import synsets
 from mgtta.data.glyphs import CLASSES as CHARACTERS
 from mgtta.data.glyphs import Glyphs
 
@@ -119,6 +121,20 @@ def test_adapt_a_timm_model_from_a_checkpoint_and_a_tar(run, folder, tmp_path):
     assert len((tmp_path / "p.csv").read_text().splitlines()) == 4
 
 
+def test_adapt_takes_a_model_of_your_own_function(run, folder, tmp_path, monkeypatch):
+    lines = ["import mgtta", "def build():", "    return mgtta.load_model('glyphs_vit')"]
+    (tmp_path / "own_glyphs.py").write_text("\n".join(lines))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "p.csv"
+    named = options(model="own_glyphs:build", out=out, method="tent", batch_size=6)
+    code, _, error = run("adapt", folder, *named)
+    assert code == 0, error
+    shipped = tmp_path / "shipped.csv"
+    run("adapt", folder, *options(model="glyphs_vit", out=shipped, method="tent", batch_size=6))
+    assert out.read_text() == shipped.read_text()
+
+
 def test_source_then_train_then_adapt(run, folder, tmp_path):
     code, out, err = run("source", folder, "--model", "glyphs_vit", "--out", tmp_path / "src", "--device", "cpu")
     assert code == 0, err
@@ -139,7 +155,7 @@ def test_source_then_train_then_adapt(run, folder, tmp_path):
 def test_list_and_doctor(run):
     code, out, _ = run("list")
     assert code == 0
-    for word in ("mgtta", "tent", "imagenet", "gaussian_noise", "imagenet-c", "name@mgtta", "lr=0.00025", "lr=0.0005"):
+    for word in ("mgtta", "tent", "imagenet", "gaussian_noise", "imagenet-c", "forward only"):
         assert word in out
     code, out, _ = run("doctor")
     assert code == 0
@@ -256,7 +272,7 @@ def test_the_same_option_has_the_same_name_in_every_command():
     options = {name: {word for p in command.params for word in p.opts} for name, command in commands.items()}
     for option, having in {
         "--resume": {"adapt", "train"},
-        "--images": {"adapt", "train", "source", "bench", "demo"},
+        "--images": {"adapt", "train", "source", "fisher", "bench", "demo"},
         "--corruptions": {"corrupt", "bench"},
     }.items():
         assert {name for name in options if option in options[name]} == having
@@ -277,6 +293,7 @@ def test_errors_speak_the_command_line():
     assert in_options("leave out shuffle=..., or resume=...") == "leave out --shuffle, or --resume"
     assert in_options("take precision='fp32', and low_memory=...") == "take --precision fp32, and --low-memory"
     assert in_options("lr=0.1 and batch=... stay") == "lr=0.1 and batch=... stay"
+    assert "`mgtta fisher" in in_options("compute it with mgtta.fisher_information(model, clean_images)")
 
 
 def test_source_statistics_of_other_weights_name_the_source_command(run, folder, tmp_path):
@@ -317,9 +334,32 @@ def test_adapt_scores_only_the_classes_of_synset_folders_and_says_so(run, tmp_pa
     root = write_glyphs(tmp_path / "images", lambda i, label: ("n01440764", "n01443537")[i % 2])
     save_file(mgtta.load_model(ARCHITECTURE, pretrained=False).net.state_dict(), tmp_path / "w.safetensors")
     model = options(model=ARCHITECTURE, checkpoint=tmp_path / "w.safetensors", device="cpu")
-    code, _, err = run("adapt", root, *model, *options(method="noadapt", out=tmp_path / "p.csv"))
+    command = ["adapt", root, *model, *options(method="noadapt", out=tmp_path / "p.csv"), "--compare"]
+    code, _, err = run(*command, "--restrict")
     assert code == 0, err
     assert "scored over those 2 of the model's 1000 classes" in err
+    rows = csv.DictReader((tmp_path / "p.csv").read_text().splitlines())
+    assert {row["class"] for row in rows} <= {"n01440764", "n01443537"}
+    code, _, err = run(*command)  # all classes, under ImageNet's numbers
+    assert code == 0, err
+    rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
+    names = sorted(synsets(), key=synsets().get)
+    assert {row["label"] for row in rows} == {"0", "1"}
+    assert [row["class"] for row in rows] == [names[int(row["prediction"])] for row in rows]
+    assert [row["source_class"] for row in rows] == [row["class"] for row in rows]
+
+
+def test_adapt_takes_a_file_that_says_which_folder_is_which_class(run, tmp_path):
+    root = write_glyphs(tmp_path / "images", lambda i, label: ("zebra", "ape")[i % 2])
+    last = len(CHARACTERS) - 1
+    numbers = [str(i) for i in range(1, last)]
+    (tmp_path / "classes.txt").write_text("\n".join(["zebra", *numbers, "ape"]))
+    out = tmp_path / "p.csv"
+    command = ["adapt", root, *options(model="glyphs_vit", method="noadapt", device="cpu", out=out)]
+    code, _, err = run(*command, "--classes", tmp_path / "classes.txt")
+    assert code == 0, err
+    labels = {(row["image"].split("/")[0], row["label"]) for row in csv.DictReader(out.read_text().splitlines())}
+    assert labels == {("zebra", "0"), ("ape", str(last))}
 
 
 def test_adapt_takes_images_by_name_or_shuffled(run, tmp_path):
@@ -347,6 +387,7 @@ def test_adapt_names_or_skips_an_unreadable_image(run, folder, tmp_path):
     code, _, err = run(*common, "--out", tmp_path / "p.csv")
     assert code == 2
     assert "zz.png" in err
+    assert "--skip-unreadable" in err
     assert not (tmp_path / "p.csv").exists()
     code, out, err = run(*common, "--out", tmp_path / "p.csv", "--skip-unreadable")
     assert code == 0, err
@@ -360,6 +401,45 @@ def test_corrupt_writes_a_tree(run, folder, tmp_path):
     assert len(list((tmp_path / "c" / "contrast" / "5" / "class1").iterdir())) == 6
     assert sorted(p.name for p in (tmp_path / "c" / "contrast").iterdir()) == ["3", "5"]
     assert sorted(p.name for p in (tmp_path / "c").iterdir() if p.is_dir()) == ["contrast", "fog"]
+
+
+def test_corrupt_takes_tars(run, folder, tmp_path):
+    write_tar(folder, tmp_path / "images.tar")
+    code, out, err = run(
+        "corrupt", tmp_path / "images.tar", tmp_path / "c", *options(corruptions="fog", severity=5, size=48)
+    )
+    assert code == 0, err
+    assert "12 written" in out
+    assert sorted(p.name for p in (tmp_path / "c" / "fog" / "5").iterdir()) == ["0", "1", "2"]
+    assert len(list((tmp_path / "c" / "fog" / "5" / "1").iterdir())) == 4
+
+
+def write_tar(folder, path):
+    """Write the images of a folder as a WebDataset tar, with labels 0, 1, 2 in turn."""
+    import io
+    import tarfile
+
+    with tarfile.open(path, "w") as tar:
+        for i, image in enumerate(sorted(folder.rglob("*.png"))):
+            for name, data in ((f"{i:04}.png", image.read_bytes()), (f"{i:04}.cls", str(i % 3).encode())):
+                member = tarfile.TarInfo(name)
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+
+
+def test_fisher_makes_the_file_that_eata_needs(run, folder, tmp_path):
+    out = tmp_path / "fisher.safetensors"
+    code, said, err = run("fisher", folder, *options(model="glyphs_vit", out=out, images=8, device="cpu"))
+    assert code == 0, err
+    assert "8 images" in said
+    words = options(model="glyphs_vit", method="eata", out=tmp_path / "p.csv", device="cpu")
+    code, _, err = run("adapt", folder, *words, "--set", f"fisher={out}")
+    assert code == 0, err
+    code, _, err = run(
+        "adapt", folder, *options(model="glyphs_plain", method="eata", device="cpu"), "--set", f"fisher={out}"
+    )
+    assert code == 2
+    assert "`mgtta fisher CLEAN_IMAGES --model NAME`" in err
 
 
 def test_bench_prints_a_table_and_keeps_records(run, tmp_path, monkeypatch):
@@ -422,9 +502,8 @@ def test_the_bench_commands_help_names_all_experiments():
 
 @pytest.fixture
 def demo(run, tmp_path, monkeypatch):
-    """Two corruptions and no library of 5 MB on the page."""
+    """Two corruptions."""
     monkeypatch.setattr("mgtta.bench.cells.CORRUPTIONS", ("contrast", "jpeg_compression"))
-    monkeypatch.setattr("mgtta.report.page.get_plotlyjs", lambda: "/* library */")
     return lambda *more: run("demo", "--images", 4, "--device", "cpu", "--out", tmp_path / "demo", *more)
 
 
@@ -439,7 +518,9 @@ def test_demo_prints_a_table_and_writes_the_report(demo, tmp_path):
     assert code == 0, err
     assert "jpeg_compression" in out
     assert "mean" in out
-    assert out.splitlines()[-1] == f"report: {tmp_path / 'demo' / 'report.html'}"
+    assert f"  open {tmp_path / 'demo' / 'report.html'} in a browser\n" in out
+    assert "  mgtta bench continual --images 4 --methods noadapt,mgtta_plus " in out
+    assert out.splitlines()[-1].startswith("  mgtta adapt IMAGES --model MODEL")
     assert {p.name for p in (tmp_path / "demo").iterdir()} == {
         "records.jsonl",
         "report.html",
@@ -448,8 +529,33 @@ def test_demo_prints_a_table_and_writes_the_report(demo, tmp_path):
     }
     assert "mgtta demo --images 4" in (tmp_path / "demo" / "report.html").read_text()
     records = [json.loads(line) for line in (tmp_path / "demo" / "records.jsonl").read_text().splitlines()]
-    assert [(r["method"], r["settings"]) for r in records[:2]] == [("noadapt", {}), ("mgtta", {})]
+    assert [(r["method"], r["settings"]) for r in records[:2]] == [("noadapt", {}), ("mgtta_plus", {})]
     assert all(r["batch_size"] == 16 and r["protocol"]["weights"] for r in records)
+
+
+def test_demo_without_a_terminal_prints_a_line_for_each_corruption(demo):
+    code, _, err = demo("--methods", "noadapt")
+    assert code == 0, err
+    lines = [line for line in err.splitlines() if line.startswith("demo ")]
+    assert [line.partition(" %")[0].rpartition(":")[0] for line in lines] == [
+        "demo 1/2: noadapt on contrast",
+        "demo 2/2: noadapt on jpeg_compression",
+    ]
+
+
+def test_demo_names_gain_and_every_corruption_that_a_method_makes_worse(tmp_path):
+    from mgtta.bench.demo import summary
+    from mgtta.bench.store import Store
+
+    store = Store(tmp_path)
+    right = {"noadapt": {"fog": 50.0, "snow": 60.0, "frost": 40.0}, "tent": {"fog": 49.0, "snow": 72.5, "frost": 37.0}}
+    for method, domains in right.items():
+        for domain, top1 in domains.items():
+            store.add(f"{method} {domain}", [fake(method, domain, top1=top1)])
+    assert summary(tmp_path) == [
+        "tent: +2.8 points over noadapt on the mean of 3 corruptions",
+        "tent makes worse: frost (-3.0), fog (-1.0)",
+    ]
 
 
 def test_a_second_demo_runs_in_a_new_folder(demo, tmp_path, monkeypatch):
@@ -462,7 +568,7 @@ def test_a_second_demo_runs_in_a_new_folder(demo, tmp_path, monkeypatch):
     for n in (2, 3):
         code, out, err = demo("--methods", "noadapt")
         assert code == 0, err
-        assert out.splitlines()[-1] == f"report: {tmp_path / f'demo-{n}' / 'report.html'}"
+        assert f"open {tmp_path / f'demo-{n}' / 'report.html'} in a browser" in out
     assert len(ran) == 4
     assert (tmp_path / "demo" / "records.jsonl").read_text() == first
 

@@ -17,6 +17,7 @@ CREATED_WITH = {
     "pull": {"pull": 0.1},
     "gather": {"gather": 6},
     "recall": {"recall": 2},
+    "params": {"params": lambda net: mgtta.norm_parameters(net)[:2]},
     "bf16": {"precision": "bf16"},
 }
 

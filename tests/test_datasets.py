@@ -16,7 +16,7 @@ from PIL import Image, ImageFile
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from mgtta.data import images
-from mgtta.data.datasets import imagenet_c, open_dataset, synsets
+from mgtta.data.datasets import imagenet_c, open_dataset, read_classes, synsets
 from mgtta.data.images import ImageError, decode
 
 SIZE = 32
@@ -148,7 +148,7 @@ with_simplejpeg = pytest.mark.skipif(
 @pytest.fixture
 def both(monkeypatch):
     """What comes of an encoded image with simplejpeg, and that it is the same without."""
-    monkeypatch.setattr(images, "_crop", lambda image, *_: image)  # every pixel counts
+    monkeypatch.setattr(images, "crop", lambda image, *_: image)  # every pixel counts
 
     def outcome(data):
         try:
@@ -278,9 +278,32 @@ def test_200_synsets_are_a_scored_subset(tmp_path):
     for i in (0, 57, 199):
         synset = dataset.name(i).split("/")[0]
         assert dataset.class_indices[dataset.labels[i]] == synsets()[synset]
-    assert open_small(tmp_path).class_indices == dataset.class_indices  # guessed
-    assert open_small(tmp_path, kind="imagenet").class_indices is None  # all 1000 scored
+    assert open_small(tmp_path, restrict=True).class_indices == dataset.class_indices
+    assert open_small(tmp_path).class_indices is None  # guessed: all 1000 scored, under ImageNet's numbers
+    assert open_small(tmp_path).labels.tolist() == dataset.class_indices
+    assert open_small(tmp_path).classes == list(synsets())
     assert open_small(tmp_path, kind="imagenet").labels.tolist() == dataset.class_indices
+
+
+def test_classes_say_which_folder_is_which_class(tmp_path):
+    tree(tmp_path, ["cat", "dog"], n=1)
+    (tmp_path / "classes.txt").write_text("fish\ndog\n\ncat\n")
+    names = read_classes(tmp_path / "classes.txt")
+    dataset = open_small(tmp_path, classes=names)
+    assert dataset.labels.tolist() == [2, 1]
+    assert (dataset.classes, dataset.class_indices) == (["fish", "dog", "cat"], None)
+    few = open_small(tmp_path, classes=names, restrict=True)
+    assert (few.labels.tolist(), few.classes, few.class_indices) == ([1, 0], ["dog", "cat"], [1, 2])
+    with pytest.raises(ValueError, match="holds the folder cat, which is not one of the 2 named classes"):
+        open_small(tmp_path, classes=["dog", "fish"])
+    (tmp_path / "classes.txt").write_text("dog\ndog\n")
+    with pytest.raises(ValueError, match="it has dog twice"):
+        read_classes(tmp_path / "classes.txt")
+
+
+def test_restrict_is_for_class_folders(tmp_path):
+    with pytest.raises(ValueError, match=r"restrict=\.\.\. is for class folders"):
+        open_small(tmp_path / "x.tar", restrict=True)
 
 
 def test_all_1000_synsets_need_no_subset(tmp_path):

@@ -7,15 +7,18 @@ import re
 import runpy
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from made_up import fake
 from PIL import Image
 from test_structure import MAY_IMPORT
 
 import mgtta
+from mgtta.bench.store import Store
 from mgtta.methods.registry import recipe, recipes
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +55,20 @@ def test_examples_run(example, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out
 
 
+@pytest.mark.parametrize("notebook", sorted((ROOT / "examples").glob("*.ipynb")), ids=lambda p: p.name)
+def test_notebooks_run_and_are_stored_without_outputs(notebook, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads(notebook.read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
+    namespace: dict = {}
+    for cell in code:
+        exec(compile("".join(cell["source"]), notebook.name, "exec"), namespace)
+    printed = capsys.readouterr().out
+    found = dict(re.findall(r"^(noadapt|mgtta) +([\d.]+) %", printed, re.MULTILINE))
+    assert float(found["mgtta"]) > float(found["noadapt"])
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_point_to_files(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
@@ -59,11 +76,47 @@ def test_links_point_to_files(page):
             assert (page.parent / target).exists(), target
 
 
-def test_the_readmes_table_is_the_records(monkeypatch):
+def test_the_readmes_tables_are_the_records(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import headline
 
-    assert headline.headline(headline.by_method(ROOT / "results" / "imagenet")) in (ROOT / "README.md").read_text()
+    command = "python benchmarks/headline.py results/imagenet"
+    records = Store(ROOT / "results" / "imagenet").records()
+    written = (ROOT / "README.md").read_text()
+    shown = headline.in_readme(records, "results/imagenet/headline.md")
+    assert "headline" in shown
+    for mark, text in shown.items():
+        assert f"<!-- {mark}:start -->" not in written or text in written, (
+            "python benchmarks/headline.py results/imagenet"
+        )
+    assert headline.in_docs(records, "results/imagenet") in (ROOT / "docs" / "index.md").read_text(), command
+    assert headline.picture(headline.by_method(records)) == (ROOT / "docs" / "headline.svg").read_text(), command
+    everything = headline.all_rows(records, command)
+    assert everything == (ROOT / "results" / "imagenet" / "headline.md").read_text()
+
+
+def test_the_readmes_tables_begin_with_the_best_and_are_short(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import headline
+
+    methods = ["noadapt", "mgtta_plus", *list(recipes())[1:9]]
+    levels = {method: 70.0 - k for k, method in enumerate(methods[1:])} | {"noadapt": 30.0}
+    records = []
+    for method in methods:
+        for seed in (0, 1):
+            own = {"experiment": "streams", "seed": seed, "domain": "fog", "settings": {"lr": 0.1}}
+            records.append(fake(method, kind="reset", top1=levels[method] + seed, **own))
+            records += [fake(method, kind="rounds", top1=levels[method] - 10 * k, part=k, **own) for k in range(3)]
+    [table] = headline.streams(records)
+    assert table.head == ["method", "mean", "ECE", "reset", "rounds (last)"]
+    assert table.rows[0] == ["mgtta+", "**60.2 ± 0.4**", "5.0", "**70.5 ± 0.7**", "**50.0 ± 0.0**"]
+    assert [row[0] for row in table.rows][-1] == "noadapt"
+    lines = table.some("all.md").splitlines()
+    assert len([line for line in lines if line.startswith("|")]) == 2 + headline.ROWS
+    assert "| noadapt | 20.2 ± 0.4 |" in table.some("all.md")
+    assert lines[-1] == "[All 10 rows](all.md): 2 more."
+    assert "mgtta+: lr 0.1" in headline.settings(records)
+    assert "mgtta_plus" not in headline.all_rows(records, "command")
 
 
 def test_the_methods_page_is_the_registry():
@@ -78,6 +131,11 @@ def test_the_methods_page_is_the_registry():
         assert "**Needs:**" in part
         own = name == "noadapt" or name.startswith(("eq7", "mgtta"))  # no paper, or this one
         assert own or re.search(r"\(.*20\d\d\)", part), f"{name}: paper and year"
+
+
+def test_the_catalogue_of_the_list_command_is_the_registry():
+    written = runpy.run_path(str(ROOT / "docs" / "methods.py"))
+    assert written["CATALOGUE"].read_text() == written["catalogue"](), "run python docs/methods.py"
 
 
 def test_the_api_page_names_all_public_names():
@@ -127,6 +185,26 @@ def test_the_site_shows_signatures_and_docstrings(site):
     assert "Parameters:" in text
 
 
+def test_no_line_of_code_is_cut_and_the_search_works_from_disk(site, browser):
+    size = {"width": 1400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    cut = "return [...document.querySelectorAll('pre > code')].filter(c => c.scrollWidth > c.clientWidth + 1).length"
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        browser.get((site / f"{page.stem}.html").as_uri())
+        assert browser.execute_script(cut) == 0, page.name
+    browser.get((site / "index.html").as_uri())
+    browser.execute_script(
+        "const input = document.querySelector('.md-search__input'); input.focus(); input.value = 'checkpoint';"
+        "input.dispatchEvent(new Event('keyup', {bubbles: true}))"
+    )
+    found = "return document.querySelectorAll('.md-search-result__item').length"
+    until = time.monotonic() + 20
+    while not browser.execute_script(found) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert browser.execute_script(found) > 3
+    assert browser.get_log("browser") == []
+
+
 def test_the_tables_of_scale_are_the_measurement(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import scale
@@ -160,3 +238,18 @@ def test_pictures_are_valid_and_load_nothing(picture):
     assert ElementTree.fromstring(text).tag.endswith("svg")
     assert "prefers-color-scheme: dark" in text
     assert not re.search(r"href|url\(|@import|<script", text)
+
+
+def test_the_command_line_page_is_the_program():
+    written = runpy.run_path(str(ROOT / "docs" / "commands.py"))
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert page == written["page"](), "docs/commands.md is behind the program: run python docs/commands.py"
+    for command in ("adapt DATA --model MODEL", "report RUNS", "demo"):
+        assert f"\nmgtta {command} [OPTIONS]\n" in page
+    assert "| `--batch-size` | `64` | Images in a batch. |" in page
+
+
+def test_the_citation_names_the_version():
+    text = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {mgtta.__version__}\n" in text
+    assert f"## [{mgtta.__version__}]" in (ROOT / "CHANGELOG.md").read_text()

@@ -1,9 +1,11 @@
+import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import images
+from torch.utils.data import DataLoader, TensorDataset
 
 import mgtta
 from mgtta._lib.ranks import ALONE
@@ -59,6 +61,47 @@ def test_without_labels_and_with_progress(model):
     assert [r.top1 for r in records] == [None, None]
     assert seen == [(4, 4, 4), (8, 4, 4), (4, 4, 4)]
     assert records[0].to_dict()["method"] == "tent"
+
+
+@pytest.mark.parametrize("form", ["loader", "pairs", "lists"])
+def test_a_data_loader_and_plain_pairs_are_streams(model, form):
+    x = images(10)
+    y = torch.arange(10) % 4
+    pairs = [(x[:4], y[:4]), (x[4:8], y[4:8]), (x[8:], y[8:])]
+    forms = {
+        "loader": DataLoader(TensorDataset(x, y), batch_size=4),
+        "pairs": pairs,
+        "lists": [[a, b.tolist()] for a, b in pairs],
+    }
+    seen = []
+    [record] = mgtta.evaluate(
+        mgtta.create("tent", model), forms[form], on_batch=lambda _, batch, logits: seen.extend(batch.index.tolist())
+    )
+    [expected] = mgtta.evaluate(mgtta.create("tent", model), [Batch(a, b, "test") for a, b in pairs])
+    assert (record.domain, record.images, record.updates) == ("test", 10, 3)
+    assert (record.top1, record.curve, record.sizes) == (expected.top1, expected.curve, expected.sizes)
+    assert seen == list(range(10))
+
+
+def test_images_without_labels_are_a_stream(model):
+    [record] = mgtta.evaluate(mgtta.create("noadapt", model), [images(4), images(2)])
+    assert (record.images, record.top1) == (6, None)
+    [record] = mgtta.evaluate(mgtta.create("noadapt", model), [(images(4), None)])
+    assert record.top1 is None
+
+
+@pytest.mark.parametrize(
+    ("item", "error", "message"),
+    [
+        ({"x": 1}, TypeError, "a pair (images, labels), or a tensor of images, not a dict"),
+        ((1, 2, 3), TypeError, "not a tuple of int, int, int"),
+        ((torch.rand(2, 3, 32, 32), torch.rand(2)), ValueError, "labels must be 2 class numbers"),
+        ((torch.rand(2, 3, 32, 32), torch.tensor([[1, 0], [0, 1]])), ValueError, "labels must be 2 class numbers"),
+    ],
+)
+def test_other_batches_are_refused(model, item, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        mgtta.evaluate(mgtta.create("noadapt", model), [item])
 
 
 class Counted(list):

@@ -1,20 +1,25 @@
 """MGTTA+: each piece against its definition, and what holds at its edges."""
 
 import copy
+import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
-from conftest import CLASSES, NETS, images, random_generator, vit
+from conftest import CLASSES, NETS, convnet, images, random_generator, vit
+from torch import nn
 
 import mgtta
+from mgtta.fast.vit import ViT
+from mgtta.methods.mgtta_plus import ALIKE
 from mgtta.methods.mgtta_plus import MEMORY_IMAGES as MEMORY
 from mgtta.methods.mgtta_plus import PRIOR_IMAGES as PRIOR
 
 
-def make(model, **settings):
+def make(model, mirror=True, **settings):
     source = mgtta.source_statistics(model, images(16, seed=99))
-    return mgtta.create("mgtta+", model, source=source, generator=random_generator(), **settings)
+    return mgtta.create("mgtta+", model, source=source, generator=random_generator(), mirror=mirror, **settings)
 
 
 @pytest.fixture
@@ -107,9 +112,200 @@ def test_the_step_shrinks_and_the_rate_stays(model, monkeypatch):
 def test_what_cannot_be_is_told(model):
     with pytest.raises(ValueError, match="decay must be above 0"):
         make(model, decay=0)
-    with pytest.raises(ValueError, match="recentre=0"):
-        make(mgtta.load_model(NETS["batchnorm"]()))(images(4))
-    assert make(mgtta.load_model(NETS["batchnorm"]()), recentre=0.0)(images(4)).shape == (4, CLASSES)
+    with pytest.raises(ValueError, match=r'True, False or "auto", not \'yes\''):
+        make(model, mirror="yes")
+    with pytest.raises(ValueError, match=r"needs images .* give mirror=False"):
+        make(model).views(torch.rand(4, 16))
+
+
+# --- re-centring where the head reads
+
+
+class TwoHeads(nn.Module):
+    """Its logits are the mean of two linear heads, as in a distilled DeiT."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = convnet("group")[:-1]
+        self.first = nn.Linear(16, CLASSES)
+        self.second = nn.Linear(16, CLASSES)
+
+    def forward(self, x):
+        z = self.body(x)
+        return (self.first(z) + self.second(z)) / 2
+
+
+def convolution_as_head():
+    return nn.Sequential(*convnet("group")[:-2], nn.Conv2d(16, CLASSES, 1), nn.Flatten())
+
+
+def re_centred_by_hand(method, batches):
+    """Yield the logits of a method with lr=0 and without mirror images, from the model's own embeddings."""
+    linear = method.source.head_layer != ""
+    mu = method.source.head
+    running = mu
+    seen = 0
+    for x in batches:
+        logits, f = method.model.embed(x) if linear else (method.model(x),) * 2
+        rate = max(len(x) / (seen + PRIOR + len(x)), len(x) / (MEMORY + len(x)))
+        running = running + rate * (f.detach().mean(0) - running)
+        seen += len(x)
+        moved = method.model.head(f + mu - running) if linear else logits + mu - running
+        yield moved.detach()
+
+
+@pytest.mark.parametrize(
+    ("net", "layer"),
+    [
+        (NETS["vit"], "head"),
+        (NETS["batchnorm"], "8"),
+        (NETS["groupnorm"], "8"),
+        (TwoHeads, ""),
+        (convolution_as_head, ""),
+    ],
+    ids=["vit", "batchnorm", "groupnorm", "two heads", "convolution"],
+)
+def test_any_head_is_re_centred(net, layer):
+    torch.manual_seed(0)
+    model = mgtta.load_model(net())
+    method = make(model, mirror=False, lr=0.0, trade_off=0.0)
+    assert method.source.head_layer == layer
+    batches = [images(5, seed=t) * 0.6 for t in range(3)]
+    for x, expected in zip(batches, re_centred_by_hand(method, batches), strict=True):
+        torch.testing.assert_close(method(x), expected, rtol=1e-4, atol=1e-5)
+    assert method.updates == 3
+    before = method.state_dict()
+    expected = method(images(5, seed=7))
+    method.reset()
+    assert torch.equal(method.mean, method.source.before_head)
+    method.load_state_dict(before)
+    assert torch.equal(method(images(5, seed=7)), expected)
+
+
+@pytest.mark.parametrize("net", [NETS["groupnorm"], TwoHeads], ids=["linear", "two heads"])
+def test_re_centring_by_features_is_re_centring_by_logits(net):
+    """The head is linear, so its logits' mean moves as the features' mean does; on scored classes too."""
+    torch.manual_seed(0)
+    own = net()
+    for classes in (None, [1, 4, 5]):
+        method = make(mgtta.load_model(own, classes=classes), mirror=True, lr=0.0)
+        clean = method.model(images(16, seed=99)).mean(0)
+        x = images(8) * 0.6
+        views = torch.cat([x, x.flip(-1)])
+        logits = method.model(views)
+        rate = 8 / (PRIOR + 8)
+        expected = (logits[:8] + logits[8:]) / 2 + rate * (clean - logits.mean(0))
+        torch.testing.assert_close(method(x), expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_behind_a_batchnorm_is_read_by_itself():
+    """All features of this network are zero, so their means do not tell where the head reads."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    with torch.no_grad():
+        net[0].weight.zero_()
+        net[0].bias.zero_()
+    source = mgtta.source_statistics(mgtta.load_model(net), images(8))
+    assert torch.equal(source.head, source.mean[-1])
+    assert source.head_reads_last_layer is False
+
+
+def test_an_export_of_any_linear_head_has_the_shift():
+    method = make(mgtta.load_model(NETS["groupnorm"]()), mirror=False)
+    method(images(8) * 0.6)
+    x = images(4, seed=3)
+    _, f = method.model.embed(x)
+    expected = method.model.head(f + method.source.head - method.mean)
+    torch.testing.assert_close(method.export()(x), expected)
+    with pytest.raises(ValueError, match=r"TwoHeads do not come from one linear layer.*recentre=0"):
+        make(mgtta.load_model(TwoHeads())).export()
+
+
+def older(source):
+    """The statistics as they were written before what the head reads was a part of them."""
+    return dataclasses.replace(source, head=None, head_layer="", head_reads_last_layer=None, mirrored=None)
+
+
+def test_older_statistics_re_centre_at_the_last_norm(model, tmp_path):
+    """For a ViT whose head reads the last norm nothing changes, bit for bit; other heads ask for new statistics."""
+    source = mgtta.source_statistics(model, images(16, seed=99))
+    assert torch.equal(source.head, source.mean[-1])
+    mgtta.save_source(older(source), tmp_path / "old")
+    settings = {"generator": random_generator(), "mirror": True}
+    new = mgtta.create("mgtta+", model, source=source, **settings)
+    old = mgtta.create("mgtta+", model, source=tmp_path / "old", **settings)
+    assert not new.model.reads_head
+    for t in range(3):
+        assert torch.equal(new(images(4, seed=t)), old(images(4, seed=t)))
+    assert torch.equal(new.export().head.bias, old.export().head.bias)
+    other = mgtta.load_model(NETS["batchnorm"]())
+    source = older(mgtta.source_statistics(other, images(16, seed=99)))
+    with pytest.raises(ValueError, match=r"mgtta\.source_statistics.*or give recentre=0"):
+        mgtta.create("mgtta+", other, source=source, **settings)(images(4))
+    plain = mgtta.create("mgtta+", other, source=source, recentre=0.0, **settings)
+    assert plain(images(4)).shape == (4, CLASSES)
+
+
+@pytest.mark.parametrize("net", [NETS["groupnorm"], TwoHeads], ids=["linear", "two heads"])
+def test_the_fast_path_re_centres_any_head(net):
+    torch.manual_seed(0)
+    model = mgtta.load_model(net())
+    exact, fast = (make(model, lr=0.01, precision=precision) for precision in ("fp32", "bf16"))
+    for t in range(3):
+        x = images(6, seed=t) * 0.6
+        torch.testing.assert_close(fast(x), exact(x), atol=2e-2, rtol=2e-2)
+    assert fast.mean.dtype == torch.float32
+    torch.testing.assert_close(fast.mean, exact.mean, atol=1e-2, rtol=1e-2)
+
+
+def test_the_plain_vit_of_the_fast_path_reads_no_other_head(model):
+    assert ViT.fits(model)
+    model.read_head("head")
+    assert not ViT.fits(model)
+    _, features = model.features(images(4))
+    assert torch.equal(features[-1], features[-2])
+
+
+# --- mirror="auto"
+
+
+class LeftOrRight(nn.Module):
+    """Predicts whether the left half of an image is brighter than the right half; `symmetric`: whether the whole is."""
+
+    def __init__(self, symmetric):
+        super().__init__()
+        self.symmetric = symmetric
+        self.norm = nn.LayerNorm(2)
+        self.head = nn.Linear(2, 2)
+        with torch.no_grad():
+            self.head.weight.copy_(torch.eye(2))
+            self.head.bias.zero_()
+
+    def forward(self, x):
+        left = x[..., :16].mean((1, 2, 3))
+        right = x[..., 16:].mean((1, 2, 3))
+        if self.symmetric:
+            left, right = left + right, torch.full_like(left, 1.0)
+        return self.head(self.norm(torch.stack([left, right], 1)))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_mirror_auto_asks_the_source_about_mirrored_clean_images(symmetric):
+    model = mgtta.load_model(LeftOrRight(symmetric))
+    source = mgtta.source_statistics(model, images(16, seed=99))
+    assert source.mirrored == float(symmetric)
+    create = partial(mgtta.create, "mgtta+", model, generator=random_generator())
+    method = create(source=source)
+    assert method.mirror is symmetric
+    assert len(method.views(images(4))) == (8 if symmetric else 4)
+    for mirror in (True, False):
+        assert create(source=source, mirror=mirror).mirror is mirror
+    assert create(source=older(source)).mirror is True  # as before the share was measured
+
+
+def test_the_embedded_models_do_not_mirror_characters():
+    source = mgtta.load_source("glyphs_vit")
+    assert source.mirrored < ALIKE
+    assert mgtta.create("mgtta+", mgtta.load_model("glyphs_vit"), source=source).mirror is False
 
 
 def test_the_papers_generator_has_its_name():

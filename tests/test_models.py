@@ -1,5 +1,6 @@
 import copy
 import pickle
+import sys
 import warnings
 
 import pytest
@@ -129,6 +130,40 @@ def test_checkpoints(tmp_path, kind):
         torch.save({"state_dict": state, "epoch": 3} if kind == "wrapped" else state, path)
     x = images(2)
     assert torch.equal(mgtta.load_model(vit(), checkpoint=path)(x), vit(seed=3)(x))
+
+
+def prefixed(state, prefix):
+    return {f"{prefix}{name}": value for name, value in state.items()}
+
+
+@pytest.mark.parametrize("kind", ["lightning", "averaged", "timm ema", "deit ema", "lightning ema", "nested"])
+def test_checkpoints_of_other_trainers(tmp_path, kind):
+    """Averaged weights come first, as in timm; a loss beside the network is left out."""
+    state = vit(seed=3).state_dict()
+    other = vit(seed=4).state_dict()
+    loss = {"criterion.weight": torch.ones(3)}
+    saved = {
+        "lightning": {"state_dict": {**prefixed(state, "model."), **loss}, "epoch": 3},
+        "averaged": {**prefixed(state, "module."), "n_averaged": torch.tensor(7)},
+        "timm ema": {"state_dict": other, "state_dict_ema": state, "arch": "vit"},
+        "deit ema": {"model": other, "model_ema": state, "optimizer": {"state": {}}},
+        "lightning ema": {"state_dict": {**prefixed(other, "model."), **prefixed(state, "model_ema.module.")}},
+        "nested": {"model": prefixed(state, "module._orig_mod.")},
+    }
+    torch.save(saved[kind], tmp_path / "w.pth")
+    x = images(2)
+    assert torch.equal(mgtta.load_model(vit(), checkpoint=tmp_path / "w.pth")(x), vit(seed=3)(x))
+
+
+def test_a_prefixed_checkpoint_is_loaded_strictly(tmp_path):
+    state = prefixed(vit().state_dict(), "model.")
+    torch.save({"state_dict": {**state, "model.extra": torch.ones(1)}}, tmp_path / "w.pth")
+    with pytest.raises(ValueError, match=r"unknown: extra"):
+        mgtta.load_model(vit(), checkpoint=tmp_path / "w.pth")
+    del state["model.norm.weight"]
+    torch.save({"state_dict": state}, tmp_path / "w.pth")
+    with pytest.raises(ValueError, match=r"missing: norm\.weight"):
+        mgtta.load_model(vit(), checkpoint=tmp_path / "w.pth")
 
 
 def test_bad_checkpoints(tmp_path):
@@ -455,3 +490,60 @@ def test_a_torchscript_module_is_refused():
         traced = torch.jit.trace(convnet("group"), images(2))
     with pytest.raises(ValueError, match=r"TorchScript module cannot adapt.*give the nn\.Module"):
         mgtta.load_model(traced)
+
+
+# --- your own function as the model's name
+
+
+BUILDERS = """
+import torch
+from torch import nn
+import mgtta
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 4, stride=4), nn.GroupNorm(2, 4), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                         nn.Linear(4, 5))
+
+def classifier():
+    return mgtta.load_model(net(), mean=[0.5] * 3, std=[0.25] * 3, processor={"size": 24}, classes=[0, 2])
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def builders(tmp_path, monkeypatch):
+    (tmp_path / "my_builders.py").write_text(BUILDERS)
+    (tmp_path / "my_broken.py").write_text("import no_such_package")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("my_builders", None)
+
+
+def test_a_function_of_yours_is_a_name(builders):
+    model = mgtta.load_model("my_builders:net")
+    assert model.name == "Sequential"
+    assert model.mean is None
+    assert model(images(2)).shape == (2, 5)
+    own = mgtta.load_model("my_builders:classifier")
+    assert own(images(2)).shape == (2, 2)
+    assert own.input_size == (24, 1.0)
+    assert own.std.flatten().tolist() == [0.25] * 3
+    assert mgtta.load_model("my_builders:classifier", classes=[1, 2, 3])(images(2)).shape == (2, 3)
+
+
+def test_a_function_that_cannot_be_called_is_told(builders):
+    with pytest.raises(ValueError, match="no module 'nowhere'"):
+        mgtta.load_model("nowhere.models:build")
+    with pytest.raises(ValueError, match="my_builders has no 'bild'"):
+        mgtta.load_model("my_builders:bild")
+    with pytest.raises(TypeError, match="returned a int"):
+        mgtta.load_model("my_builders:number")
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        mgtta.load_model("my_broken:build")
+    with pytest.raises(ValueError, match=r"returned a Classifier.*leave out mean, std"):
+        mgtta.load_model("my_builders:classifier", mean=[0.0] * 3, std=[1.0] * 3)
+    with pytest.raises(ValueError, match="num_classes: only for a timm name"):
+        mgtta.load_model("my_builders:net", num_classes=5)

@@ -1,6 +1,7 @@
 """More baselines against slow transcriptions of their papers' equations, and their mechanisms on and off."""
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -108,12 +109,24 @@ def test_neo_takes_a_common_shift_of_the_features_back():
         torch.testing.assert_close(one(x), two(x), atol=1e-4, rtol=1e-4)
 
 
-def test_neo_and_foa_shift_refuse_a_source_mean_that_is_not_the_heads():
+def test_neo_and_foa_shift_re_centre_where_the_head_reads():
+    """The head of this network does not read its last norm; older statistics know only that norm, and are refused."""
     model = mgtta.load_model(convnet("group"))
     source = mgtta.source_statistics(model, images(8))
+    _, z = model.embed(images(4, seed=1))
+    mu = model.embed(images(8))[1].mean(0)
+    neo = mgtta.create("neo", model, source=source)
+    torch.testing.assert_close(neo(images(4, seed=1)), model.head(z - z.mean(0) + mu).detach())
+    shift = mgtta.create("foa_shift", model, source=source)
+    shift(images(4, seed=1))
+    torch.testing.assert_close(shift.predict(images(4, seed=1)), model.head(z - z.mean(0) + mu).detach())
+    old = dataclasses.replace(source, head=None)
+    two = dataclasses.replace(source, head_layer="")
     for name in ("neo", "foa_shift"):
         with pytest.raises(ValueError, match="takes other features"):
-            mgtta.create(name, model, source=source)(images(4))
+            mgtta.create(name, model, source=old)(images(2))
+        with pytest.raises(ValueError, match="do not come from one linear layer"):
+            mgtta.create(name, model, source=two)
 
 
 # RDumb

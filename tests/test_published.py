@@ -5,11 +5,17 @@ import statistics
 import pytest
 from made_up import budgets, fake, table_1
 
+from mgtta import report
 from mgtta.data.corruptions import CORRUPTIONS
 from mgtta.methods.registry import recipes
-from mgtta.report import sections
 from mgtta.report.published import beside, published
 from mgtta.report.tables import markdown_report
+
+
+def sections(records):
+    """The records' sections, as if they were of the paper's model and data."""
+    paper = {"model": "vit_base_patch16_224", "data": "imagenet-c"}
+    return report.sections([{**r, "protocol": {**r["protocol"], **paper}} for r in records])
 
 
 def tables(experiment):
@@ -69,10 +75,19 @@ def test_published_figures_stand_beside_with_what_differs():
     assert table.printed["mgtta"]["mean"] == 71.3
     assert table.measured["mgtta"]["fog"] == section.figures()["mgtta"]["fog"]
     words = "; ".join(table.differs)
-    for part in ("glyphs_vit", "rendered characters", "512; the paper's: 50,000", "mean 0.5, 0.5, 0.5"):
+    for part in ("512; the paper's: 50,000", "mean 0.5, 0.5, 0.5"):
         assert part in words
     assert "batch size" not in words
     assert "| mgtta | measured |" in markdown_report([section])
+
+
+def test_published_figures_are_shown_only_where_the_footing_is_near():
+    [far] = report.sections(table_1())
+    assert beside(far) == []
+    assert "Published, Table 1" not in markdown_report([far])
+    assert beside(sections(table_1())[0])
+    assert beside(sections(table_1(batch_size=16))[0]) == []
+    assert beside(sections(table_1(severity=3))[0]) == []
 
 
 def test_published_rows_have_notes_on_what_is_known_of_them():

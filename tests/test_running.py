@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import images
+from conftest import confident_vit, images
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_cli import ARCHITECTURE, options, run, write_glyphs  # noqa: F401
 from test_methods import make, same
+from torch.utils.data import TensorDataset
 
 import mgtta
 from mgtta._lib.files import write_tree
@@ -255,3 +256,28 @@ def test_timm_loads_what_adapt_exports(run, tree, tmp_path):  # noqa: F811
     adapted = method.model(x)
     assert not torch.allclose(adapted, model(x))
     torch.testing.assert_close(mgtta.load_model(net)(x), adapted)
+
+
+def test_compare_writes_the_sources_predictions_beside_the_adapted_ones(tmp_path):
+    model = mgtta.load_model(confident_vit())
+    data = TensorDataset(images(24), torch.full((24,), -1))
+    method = mgtta.create("tent", model, lr=1.0)  # far too large, so that predictions change
+    out = tmp_path / "p.csv"
+    mgtta.adapt_stream(method, data, out, batch_size=8, compare=model, progress=False)
+    with open(out, newline="") as file:
+        rows = list(csv.DictReader(file))
+    with torch.no_grad():
+        expected = model(images(24)).argmax(1).tolist()
+    assert [int(row["source_prediction"]) for row in rows] == expected
+    assert [int(row["prediction"]) for row in rows] != expected
+    assert {row["source_class"] for row in rows} == {""}  # neither the data nor the model name classes
+    assert method.updates == 3
+
+
+def test_predictions_of_a_timm_model_have_imagenets_names(tmp_path):
+    model = mgtta.load_model(ARCHITECTURE, pretrained=False, img_size=32, patch_size=16)
+    unlabelled = TensorDataset(images(2), torch.full((2,), -1))
+    mgtta.adapt_stream(mgtta.create("noadapt", model), unlabelled, tmp_path / "p.jsonl", progress=False)
+    rows = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    names = timm.data.ImageNetInfo()
+    assert [row["class"] for row in rows] == [names.index_to_description(row["prediction"]) for row in rows]

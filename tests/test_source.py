@@ -16,6 +16,17 @@ def test_statistics_are_mean_and_unbiased_std_of_each_layer(any_model):
         torch.testing.assert_close(std, f.std(0))
 
 
+def test_the_mean_of_what_the_head_reads_and_the_share_of_images_alike_when_mirrored(any_model):
+    x = images(20)
+    source = mgtta.source_statistics(any_model, x, batch_size=7)
+    logits, read = any_model.embed(x)
+    torch.testing.assert_close(source.head, read.mean(0))
+    alike = any_model(x.flip(-1)).argmax(1) == logits.argmax(1)
+    assert source.mirrored == float(alike.double().mean())
+    assert any_model.net.get_submodule(source.head_layer) is any_model.head
+    assert not any_model.reads_head  # the user's model stays as it is
+
+
 def test_batches_of_any_kind_count_the_same(model):
     x = images(10)
     whole = mgtta.source_statistics(model, x)
@@ -35,6 +46,8 @@ def test_round_trip(tmp_path, model, source):
     back = mgtta.load_source(tmp_path / "s.safetensors")
     assert (back.images, back.model, back.fingerprint) == (source.images, source.model, source.fingerprint)
     assert all(torch.equal(a, b) for a, b in zip(back.mean + back.std, source.mean + source.std, strict=True))
+    assert torch.equal(back.head, source.head)
+    assert (back.head_layer, back.mirrored) == (source.head_layer, source.mirrored)
     mgtta.create("eq7_sgd", model, source=tmp_path / "s.safetensors")
 
 

@@ -171,7 +171,11 @@ def check_kind(metadata: Mapping[str, str], kind: str, version: int, path: str |
 
 def command() -> str:
     """Return the command line of this process, quoted for a shell, for metadata and records."""
-    return shlex.join(["mgtta", *sys.argv[1:]])
+    program = Path(sys.argv[0])
+    words = ["mgtta"]
+    if program.suffix == ".py" and program.name != "__main__.py":  # a script that uses the package
+        words = ["python", "/".join(program.parts[-2:])]
+    return shlex.join([*words, *sys.argv[1:]])
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:

@@ -119,6 +119,16 @@ class Guarded(Wrapper):
             logits[shown.to(logits.device)] = self._step(x[shown], learn).logits
         return Pass(logits)
 
+    @property
+    def learning(self) -> bool:
+        return self.method.learning and self.watch.images >= self.watch.rest_until
+
+    def learn(self, x: Tensor) -> Pass:
+        shown = has_content(x)
+        if not bool(shown.any()):
+            return Pass(self.predict(x))
+        return self.method.learn(x[shown])
+
     def predict(self, x: Tensor) -> Tensor:
         if self.watch.shadow or self.watch.images < self.watch.rest_until:
             return self._ask(self.source, x)

@@ -19,9 +19,10 @@ from mgtta._lib.ranks import Alone
 from mgtta.adaptation.budget import Budgeted
 from mgtta.adaptation.state import MethodState, load
 from mgtta.adaptation.step import EagerEngine, Engine, Pass
+from mgtta.models.checks import IMAGE_AXES
 from mgtta.models.classifier import Classifier
 from mgtta.models.export import export_net
-from mgtta.models.norms import batch_norms
+from mgtta.models.norms import batch_norms, chosen_parameters
 from mgtta.models.statistics import StreamStatistics
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
@@ -50,6 +51,7 @@ class Method(MethodState, Budgeted):
     random: torch.Generator | None = None
     events: Events = ()
     cannot_export = ""  # why no network predicts as the method does; empty if one does
+    changes_images = False  # True if it makes views of images, so that it refuses other inputs
     shares_batches = False  # True if every whole-batch statistic goes through `self.ranks`
     pull = 0.0
     decay = math.inf
@@ -72,11 +74,13 @@ class Method(MethodState, Budgeted):
         optimizer: OptimizerFactory,
         decay: float = math.inf,
     ) -> None:
-        """Declare the parameters of the model that adapt, and the optimizer that moves them."""
+        """Declare the parameters of the model that adapt, unless the user chose others, and the optimizer."""
         self.model.use_batch_statistics()
         if batch_norms(self.model.net):
             self.statistics = StreamStatistics(self.model.net)
-        wanted = {id(p) for p in params(self.model)}
+        chosen = self.model.adapts
+        found = params(self.model) if chosen is None else chosen_parameters(self.model.net, chosen)
+        wanted = {id(p) for p in found}
         self.adapted = {name: p for name, p in self.model.named_parameters() if id(p) in wanted}
         for name, p in self.adapted.items():
             if p.dtype not in (torch.float32, torch.float64):
@@ -135,6 +139,7 @@ class Method(MethodState, Budgeted):
     @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
         """Return the logits of x as the method stands: no update, no counting, no graph."""
+        self._check_input(x)
         return self.answer(self.engine.predict(x)).detach()
 
     @property
@@ -151,6 +156,7 @@ class Method(MethodState, Budgeted):
         """
         if DistributedDataParallel._get_active_ddp_module() is not None:
             raise TypeError("DDP does not know how a method learns: give create(..., process_group=...) instead")
+        self._check_input(x)
         self.remember_start()
         if self.paused or self.spent:
             return Pass(self.predict(x))
@@ -165,6 +171,13 @@ class Method(MethodState, Budgeted):
                 if observe:
                     self.observe(seen)
         return Pass(logits, seen.features)
+
+    def _check_input(self, x: Tensor) -> None:
+        if self.changes_images and isinstance(x, Tensor) and x.ndim != IMAGE_AXES:
+            raise ValueError(
+                f"{self.name} makes views of images, so it needs images (N, channels, H, W), not {tuple(x.shape)}: "
+                "take another method, such as tent or mgtta"
+            )
 
     def learn(self, x: Tensor) -> Pass:
         """Make one update from images that `step` has answered without learning from them: the answer came first."""

@@ -33,6 +33,10 @@ class Setup:
     precision: str = "fp32"  # as `create` takes it
     profile: bool = False  # records say where the time went
     num_classes: int | None = None  # of the checkpoint; None: the model's own
+    classes: str | None = None  # file of the model's classes, for trees of class folders
+    restrict: bool = False  # score only the classes that have a folder
+    frost_textures: str | None = None  # folder of images for frost; None: generated
+    constants: str = "imagenet"  # of the corruptions
 
     @property
     def head(self) -> dict[str, Any]:
@@ -85,9 +89,12 @@ class Cell:
     by_class: bool = False  # sorted by class within each domain
     limit: int | None = None  # images per domain, if fewer than the setup's
     without: tuple[str, ...] = ()  # settings that all methods were to have, and that this one refuses
+    sets: tuple[tuple[str, str], ...] = ()  # name and images of each domain, for a stream over several data sets
 
     def __str__(self) -> str:
         where = f"{len(self.domains)} corruptions"
+        if self.sets:
+            where = f"{len(self.sets)} data sets"
         if self.kind is not None:
             return f"{self.method} on the stream {self.kind}"
         if len(self.domains) == 1:
@@ -103,7 +110,7 @@ class Cell:
     def stream(self) -> tuple[Any, ...]:
         """The same for cells that see the same batches."""
         order = (self.mixed, self.by_class, self.limit, self.seed)
-        return (self.split, self.data, self.domains, self.severity, self.batch_size, *order)
+        return (self.split, self.data, self.sets, self.domains, self.severity, self.batch_size, *order)
 
     def key(self, setup: Setup) -> str:
         """Return a hash of the work.

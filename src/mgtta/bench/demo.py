@@ -4,7 +4,7 @@ It is `mgtta bench corruptions` with small batches, in a new folder.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -15,7 +15,7 @@ from mgtta.bench.resources import Listener
 from mgtta.bench.run import run_cells
 from mgtta.bench.store import Store
 from mgtta.report import sections
-from mgtta.report.summary import MEAN, best
+from mgtta.report.summary import MEAN, Figure, best
 
 BATCH_SIZE = 16
 
@@ -52,6 +52,25 @@ def table(folder: Path) -> Table:
         top = best(figures, column)
         shown.add_row(column, *(_cell(cells[column].mean, method in top) for method, cells in figures.items()))
     return shown
+
+
+def summary(folder: Path) -> list[str]:
+    """Return a sentence on each method's gain over the first one, and one on the corruptions that it makes worse."""
+    [section] = sections(Store(folder).records())
+    figures = section.figures()
+    first, *others = figures
+    return [line for method in others for line in _gain(method, figures[method], first, figures[first])]
+
+
+def _gain(name: str, ours: Mapping[str, Figure], other: str, theirs: Mapping[str, Figure]) -> list[str]:
+    changes = {column: ours[column].mean - theirs[column].mean for column in ours if column != MEAN}
+    worse = sorted((column for column in changes if changes[column] < 0), key=changes.__getitem__)
+    mean = sum(changes.values()) / len(changes)
+    texts = [f"{column} ({changes[column]:+.1f})" for column in worse]
+    return [
+        f"{name}: {mean:+.1f} points over {other} on the mean of {len(changes)} corruptions",
+        f"{name} makes worse: {', '.join(texts) or 'none of them'}",
+    ]
 
 
 def _cell(value: float, bold: bool) -> str:

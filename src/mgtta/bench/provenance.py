@@ -22,8 +22,11 @@ def seen(setup: Setup, cells: Iterable[Cell]) -> dict[str, str]:
         ("--validation", setup.validation),
         ("--source", setup.source),
         ("--generator", setup.generator),
+        ("--frost-textures", setup.frost_textures),
     }
-    named |= {("--variant", cell.data) for cell in cells}
+    for cell in cells:
+        named.add(("--variant", cell.data))
+        named |= {("--variant", images) for _, images in cell.sets}
     found = {f"{option} {name}": _glance(name) for option, name in named if name is not None}
     return {key: value for key, value in sorted(found.items()) if value is not None}
 

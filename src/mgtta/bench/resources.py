@@ -33,7 +33,7 @@ from mgtta.bench.needs import (
 from mgtta.bench.provenance import check_apart, seen
 from mgtta.data.cache import Held, Room
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS, frost_source
-from mgtta.data.datasets import KINDS, is_imagenet_c, open_dataset, synsets
+from mgtta.data.datasets import KINDS, is_cifar_c, is_imagenet_c, open_dataset, read_classes
 from mgtta.data.glyphs import STAND_INS, TEST_SEED, VALIDATION_SEED, Glyphs
 from mgtta.data.streams import Domain, corrupted, stream
 from mgtta.evaluation.loop import OnBatch, evaluate
@@ -97,7 +97,7 @@ class Lab:
         self._sets: dict[Any, Any] = {}
         self._kept_stream: Any = None  # a cell's `stream`
         self._kept_batches: list[Any] = []
-        self._seen: dict[str | None, dict[str, str]] = {}
+        self._seen: dict[Any, dict[str, str]] = {}
         self.fingerprint = self.model().fingerprint()
 
     def model(self, images: Any = None) -> Classifier:
@@ -111,10 +111,10 @@ class Lab:
             if classes is not None:
                 self.watch.note(f"images of {len(classes)} classes are scored over these classes only")
         model = self._models[key]
-        if names is not None and len(names) != model.num_classes and not set(names) <= synsets().keys():
+        if names is not None and len(names) != model.num_classes:
             raise ValueError(
                 f"the images have {len(names)} classes, {model.name} has {model.num_classes}: name a --checkpoint for "
-                "these classes with --num-classes, or add the missing folders, empty"
+                "these classes with --num-classes, or the model's classes with --classes"
             )
         return model
 
@@ -134,9 +134,13 @@ class Lab:
             return Held(_characters(split, count), self.room)
         if path is None:
             raise ValueError("validation images are needed: name them with --validation, other images than the test's")
-        if Path(path).is_dir() and is_imagenet_c(Path(path)):
+        if Path(path).is_dir() and (is_cifar_c(Path(path)) or is_imagenet_c(Path(path))):
             return path
-        return Held(open_dataset(path, kind=kind, **self._sizes), self.room)
+        options = self._sizes
+        if self.setup.classes is not None:
+            options["classes"] = read_classes(self.setup.classes)
+        restrict = self.setup.restrict and (split == "test" or Path(path).is_dir())
+        return Held(open_dataset(path, kind=kind, restrict=restrict, **options), self.room)
 
     @property
     def _sizes(self) -> dict[str, Any]:
@@ -172,6 +176,8 @@ class Lab:
         """Return the file of a generator; the first process that asks trains it, and others wait for it."""
         setup = self.setup
         parts = [training, training.judges, self.fingerprint, setup.data is None, setup.validation, self.source.images]
+        if setup.constants != Setup.constants:
+            parts.append(setup.constants)
         path = self.folder / "generators" / f"{digest(parts)}.safetensors"
         with _locked(path.with_suffix(".lock")):
             if not path.exists():
@@ -181,7 +187,8 @@ class Lab:
     def _train(self, training: Training, path: Path) -> None:
         self.watch.note(f"a generator is {training}")
         images = self.images("validation")
-        x = shifted_images(images, training.images, seed=training.seed, device=self.setup.device)
+        how = self._corrupting(images)
+        x = shifted_images(images, training.images, seed=training.seed, device=self.setup.device, **how)
         if len(x) < training.images:
             raise ValueError(f"training needs {training.images} validation images, and there are {len(x)}")
         checkpoint = path.with_suffix(".part")  # a training that was stopped resumes from here
@@ -208,7 +215,7 @@ class Lab:
             return None
         if names is not None and len(names) != self.model().num_classes:
             return None
-        domains = corrupted(images, VALIDATION_CORRUPTIONS)
+        domains = corrupted(images, VALIDATION_CORRUPTIONS, **self._corrupting(images))
         batches = list(stream(domains, first=training.judges, device=self.setup.device))
         if batches[0].y is None:
             return None
@@ -282,7 +289,10 @@ class Lab:
         kind = None
         if cell.domains[0] in KINDS:
             kind = cell.domains[0]
-        domains = self._domains(cell, self.images(cell.split, cell.data, kind))
+        if cell.sets:
+            domains = [Domain(name, self.images(cell.split, path)) for name, path in cell.sets]
+        else:
+            domains = self._domains(cell, self.images(cell.split, cell.data, kind))
         images = domains[0].dataset
         if self._kept_stream == cell.stream:
             return self._kept_batches, images
@@ -316,20 +326,24 @@ class Lab:
         corruption, _, own = name.partition("/")
         if own:
             severity = int(own)
-        options = {}
-        if isinstance(images, str):
-            options = self._sizes
-        [domain] = corrupted(images, [corruption], severity, **options)
+        [domain] = corrupted(images, [corruption], severity, **self._corrupting(images))
         if isinstance(images, str):
             held = self._sets.setdefault((images, corruption, severity), Held(domain.dataset, self.room))
             domain = dataclasses.replace(domain, dataset=held)
         return dataclasses.replace(domain, name=name)
 
+    def _corrupting(self, images: Any) -> dict[str, Any]:
+        """Return the options of `corrupted`: for published files their size, else how images are corrupted."""
+        if isinstance(images, str):
+            return self._sizes
+        return {"frost_textures": self.setup.frost_textures, "constants": self.setup.constants}
+
     def seen(self, cell: Cell) -> dict[str, str]:
         """Return hashes of what the cell reads from disk, as it is now."""
-        if cell.data not in self._seen:
-            self._seen[cell.data] = seen(self.setup, [cell])
-        return self._seen[cell.data]
+        named = (cell.data, cell.sets)
+        if named not in self._seen:
+            self._seen[named] = seen(self.setup, [cell])
+        return self._seen[named]
 
     def _described(self, cell: Cell, record: Record, precision: str) -> dict[str, Any]:
         model = self.model()
@@ -361,7 +375,9 @@ class Lab:
         validation = self.setup.validation
         if self.setup.data is None and not validation:
             validation = "other rendered characters"
-        corruptions: str | None = f"mgtta, on the fly; frost: {frost_source()}"
+        corruptions: str | None = f"mgtta, on the fly; frost: {frost_source(self.setup.frost_textures)}"
+        if self.setup.constants != Setup.constants:
+            corruptions = f"{corruptions}; constants: {self.setup.constants}"
         if cell.severity == 0:
             corruptions = None
         elif isinstance(self.images(cell.split, cell.data), str):
@@ -430,7 +446,8 @@ def asked(cell: Cell) -> dict[str, Any]:
     """Return the cell's fields as a record has them."""
     fields = dataclasses.asdict(cell)
     lists = {name: list(fields[name]) for name in ("domains", "without")}
-    return {**fields, **lists, "settings": dict(cell.settings)}
+    sets = [list(pair) for pair in cell.sets]
+    return {**fields, **lists, "sets": sets, "settings": dict(cell.settings)}
 
 
 def _characters(split: str, count: int) -> Glyphs:

@@ -9,11 +9,13 @@ from mgtta.cli.errors import plain_warnings
 from mgtta.cli.inputs import model_and_data, process_group, source_of
 from mgtta.cli.options import (
     Checkpoint,
+    Classes,
     Clean,
     Device,
     Model,
     NumClasses,
     Precision,
+    Restrict,
     Resume,
     Size,
     Skip,
@@ -39,8 +41,22 @@ Start = Annotated[Path | None, typer.Option(help="State to start from, with its 
 Export = Annotated[Path | None, typer.Option(help="File for the adapted weights, .safetensors, which timm loads.")]
 SaveEvery = Annotated[int, typer.Option(min=1, help="Batches between two saves of --resume.")]
 Guarded = Annotated[bool, typer.Option("--guard", help="Watch for collapse, and undo it.")]
+Compare = Annotated[
+    bool, typer.Option("--compare", help="Write the source model's prediction, too: one more forward pass.")
+]
 LowMemory = Annotated[bool, typer.Option("--low-memory", help="On the fast path: keep few activations.")]
 Schedule = Annotated[str, typer.Option(help="always; auto: learn mostly after a shift.")]
+Lr = Annotated[float | None, typer.Option(help="Learning rate; by default the method's.")]
+Generator = Annotated[str | None, typer.Option(help="Generator: a shipped name, or a file of `mgtta train`.")]
+Json = Annotated[bool, typer.Option("--json", help="Print a line of JSON for each batch, for programs.")]
+Report = Annotated[
+    Path | None,
+    typer.Option(help="File for a page of your pictures before and after, .html; one more forward pass an image."),
+]
+Estimate = Annotated[
+    str | None,
+    typer.Option(metavar="CLEAN", help="Clean images, best in class folders: estimate the accuracy without labels."),
+]
 SplitShards = Annotated[bool, typer.Option("--split-shards", help="Under torchrun: each rank opens only its own tars.")]
 
 
@@ -55,6 +71,8 @@ def adapt(
     source: Source = None,
     clean: Clean = None,
     setting: Setting = [],
+    lr: Lr = None,
+    generator: Generator = None,
     batch_size: BatchSize = 64,
     images: Images = None,
     shuffle: Shuffle = None,
@@ -63,11 +81,17 @@ def adapt(
     export: Export = None,
     resume: Resume = None,
     save_every: SaveEvery = 32,
+    json: Json = False,
+    report: Report = None,
+    estimate: Estimate = None,
     guard: Guarded = False,
     precision: Precision = "auto",
     low_memory: LowMemory = False,
     schedule: Schedule = "always",
     size: Size = None,
+    classes: Classes = None,
+    restrict: Restrict = False,
+    compare: Compare = False,
     skip_unreadable: Skip = False,
     device: Device = None,
     split_shards: SplitShards = False,
@@ -80,12 +104,16 @@ def adapt(
 
     group = process_group(context, device, timeout)
     ranks = ranks_of(group)
-    check_outputs(ranks, out, state, export)
+    check_outputs(ranks, out, state, export, report)
+    setting = _with(setting, lr=lr, generator=generator)
     chosen = settings(setting)
     if start is not None and "lr" in chosen:
-        raise ValueError("--start continues at the learning rate of its state: leave out --set lr")
+        raise ValueError("--start continues at the learning rate of its state: leave out --set lr and --lr")
     part = ranks.part if split_shards else None
-    classifier, dataset = model_and_data(model, checkpoint, num_classes, data, size, skip_unreadable, device, part)
+    scored: dict[str, Any] = {"classes": classes, "restrict": restrict}
+    classifier, dataset = model_and_data(
+        model, checkpoint, num_classes, data, size, skip_unreadable, device, part, **scored
+    )
     chosen |= _needed(method, classifier, chosen, source, clean, size)
     how: dict[str, Any] = {"precision": precision, "low_memory": low_memory, "schedule": schedule}
     order: dict[str, Any] = {"batch_size": batch_size, "images": images, "shuffle": shuffle}
@@ -95,12 +123,80 @@ def adapt(
         if start is not None:
             mgtta.load_state(adapting, start)
         same = {"settings": setting, "schedule": schedule}
-        name = Path(data).name
+        more: dict[str, Any] = {"domain": Path(data).name, "compare": classifier if compare else None}
+        more["watch"] = story = _story(adapting, dataset, chosen, (json, report, estimate), (batch_size, size, images))
         result = mgtta.adapt_stream(
-            adapting, dataset, out, **order, **files, protocol=same, split_shards=split_shards, domain=name
+            adapting, dataset, out, **order, **files, protocol=same, split_shards=split_shards, **more
         )
-    if ranks.first:
+    if story is not None:
+        story.end(result)
+    elif ranks.first:
         typer.echo(result)
+
+
+def _with(setting: list[str], **options: Any) -> list[str]:
+    """Return the settings of --set with those that have an option of their own."""
+    found = list(setting)
+    for name, value in options.items():
+        if value is None:
+            continue
+        if any(pair.startswith(f"{name}=") for pair in setting):
+            raise ValueError(f"--{name} and --set {name}=... name the same setting: leave out one")
+        found.append(f"{name}={value}")
+    return found
+
+
+def _story(
+    method: Any,
+    dataset: Any,
+    chosen: dict[str, Any],
+    telling: tuple[bool, Path | None, str | None],
+    reading: tuple[int, int | None, int | None],
+) -> Any:
+    """Return what follows the run and speaks of it; None if several ranks share the batches.
+
+    Args:
+        telling: --json, --report and --estimate.
+        reading: --batch-size, --size and --images.
+    """
+    from mgtta.adaptation.monitor import SHARE, Monitor
+    from mgtta.running.story import Story
+
+    lines, report, estimate = telling
+    batch_size, size, images = reading
+    if method.ranks.size > 1:
+        if lines or report or estimate:
+            raise ValueError("--json, --report and --estimate follow one process: leave them out under torchrun")
+        return None
+    calibration = None if estimate is None else _calibration(method, estimate, batch_size, size)
+    share = SHARE if report is None else 1.0
+    monitor = Monitor(method, source=chosen.get("source"), calibration=calibration, share=share)
+    story = Story(monitor, lines, report, getattr(dataset, "name", str), _class_names(dataset, method))
+    story.start(min(len(dataset), images or len(dataset)))
+    return story
+
+
+def _calibration(method: Any, estimate: str, batch_size: int, size: int | None) -> Any:
+    """Return a calibration from the images of --estimate, with their labels if their folders are the classes."""
+    import torch
+
+    from mgtta.cli.inputs import open_images
+    from mgtta.data.streams import stream
+    from mgtta.running.calibrate import IMAGES, calibrate
+
+    clean = open_images(estimate, method.model, size)
+    batches = list(stream(clean, first=IMAGES))
+    found = [batch.y for batch in batches if batch.y is not None]
+    labels = torch.cat(found) if found and _class_names(clean, method) is not str else None
+    return calibrate(method, torch.cat([batch.x for batch in batches]), labels, batch_size=batch_size)
+
+
+def _class_names(dataset: Any, method: Any) -> Any:
+    """Return what names a class: the data set's names if they are the model's classes, else the numbers."""
+    classes = getattr(dataset, "classes", None)
+    if classes is None or len(classes) != method.model.num_classes:
+        return str
+    return classes.__getitem__
 
 
 def _needed(
@@ -112,8 +208,8 @@ def _needed(
     needs = recipe(method).needs
     if FISHER in needs and "fisher" not in chosen:
         raise ValueError(
-            f"{method} needs Fisher information of clean images: --set fisher=FILE, which mgtta.fisher_information "
-            "and mgtta.save_fisher write; --method eta does without it"
+            f"{method} needs Fisher information of clean images: --set fisher=FILE, which `mgtta fisher` writes; "
+            "--method eta does without it"
         )
     if SOURCE not in needs:
         return {}

@@ -14,6 +14,7 @@ from mgtta.cli.corrupt import corrupt
 from mgtta.cli.demo import demo
 from mgtta.cli.doctor import doctor
 from mgtta.cli.errors import check_renamed, in_options
+from mgtta.cli.fisher import fisher
 from mgtta.cli.list import list_
 from mgtta.cli.report import report
 from mgtta.cli.serve import serve
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Adapt an image classifier online, without labels, while it works on shifted data.",
 )
-for command in (adapt, train, source, corrupt, bench, report, serve, list_, doctor, demo):
+for command in (adapt, train, source, fisher, corrupt, bench, report, serve, list_, doctor, demo):
     app.command(command.__name__.rstrip("_"))(command)
 
 
@@ -51,6 +52,7 @@ def _program(
 
 def main() -> None:
     """Run the command in sys.argv. An error is one line without a traceback; MGTTA_TRACE=1 shows the traceback."""
+    sys.path.append(os.getcwd())  # where --model package.module:build looks last
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED_CODE))  # so that temporary files are removed
     try:
         check_renamed(sys.argv[1:])

@@ -10,12 +10,14 @@ import typer
 from mgtta.cli.inputs import device_of, process_group
 from mgtta.cli.options import (
     Checkpoint,
+    Classes,
     Corruptions,
     Device,
     Methods,
     Model,
     NumClasses,
     Precision,
+    Restrict,
     Source,
     Timeout,
     names,
@@ -56,6 +58,12 @@ Generator = Annotated[
     str, typer.Option(help="The generator of mgtta: a shipped one's name, a file, or `train` to train one.")
 ]
 Images = Annotated[int | None, typer.Option(min=1, help="Images per domain; by default all.")]
+Frost = Annotated[
+    Path | None, typer.Option(help="Folder of images for frost, such as the published ones; by default generated.")
+]
+Constants = Annotated[
+    str, typer.Option(help="Constants of the corruptions: imagenet, or cifar, those of CIFAR-10-C at 32 pixels.")
+]
 Seconds = Annotated[str, typer.Option(help="Time budgets of `budgets` in seconds, separated by commas.")]
 Sweep = Annotated[bool, typer.Option("--sweep", help="Choose learning rates on validation images.")]
 Workers = Annotated[int, typer.Option(min=0, help="Number of processes; 0: run in this one.")]
@@ -84,6 +92,8 @@ def bench(
     model: Model = "glyphs_vit",
     checkpoint: Checkpoint = None,
     num_classes: NumClasses = None,
+    classes: Classes = None,
+    restrict: Restrict = False,
     data: Data = None,
     validation: Validation = None,
     variant: Variant = [],
@@ -91,6 +101,8 @@ def bench(
     generator: Generator = "imagenet",
     images: Images = None,
     corruptions: Corruptions = "",
+    frost_textures: Frost = None,
+    constants: Constants = "imagenet",
     seconds: Seconds = "",
     set_: Set = [],
     single: Single = None,
@@ -125,6 +137,10 @@ def bench(
         precision=precision,
         profile=profile,
         num_classes=num_classes,
+        classes=None if classes is None else str(classes),
+        restrict=restrict,
+        frost_textures=None if frost_textures is None else str(frost_textures),
+        constants=constants,
     )
     amount = _amount(quick, corruptions, seconds, images, data) | _of_streams(experiment, set_, single, rounds)
     options = Options(names(methods), seeds, _variants(variant, experiment, data), generator, **amount)

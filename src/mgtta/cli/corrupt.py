@@ -1,4 +1,4 @@
-"""`mgtta corrupt`: a corrupted copy of an image tree, by `mgtta.data.export.corrupt_folder`."""
+"""`mgtta corrupt`: a corrupted copy of an image tree or of tars, by `mgtta.data.export.corrupt_folder`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +7,7 @@ import typer
 
 from mgtta.cli.options import Corruptions, names
 
-Data = Annotated[Path, typer.Argument(metavar="IN", help="A folder or tree of clean images.")]
+Data = Annotated[str, typer.Argument(metavar="IN", help="A folder or tree of clean images, or WebDataset tars.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="<corruption>/<severity>/<class>/<name>.JPEG")]
 Severity = Annotated[list[int], typer.Option(help="1 to 5, repeatable; by default all.")]
 Size = Annotated[int, typer.Option(help="Side of the images in pixels.")]

@@ -12,19 +12,28 @@ Images = Annotated[int, typer.Option(help="Images per corruption.")]
 Out = Annotated[Path, typer.Option(help="Folder for records and report; OUT-2, ... if it has records already.")]
 
 
+NEXT = """next:
+  open {report} in a browser
+  mgtta bench continual --images {images} --methods {methods}     one stream, never reset
+  mgtta source CLEAN --model MODEL --out source.safetensors     your own model: any timm name
+  mgtta adapt IMAGES --model MODEL --source source.safetensors"""
+
+
 def demo(
     images: Images = 512,
-    methods: Methods = "noadapt,mgtta",
+    methods: Methods = "noadapt,mgtta_plus",
     out: Out = Path("runs/demo"),
     device: Device = None,
 ) -> None:
     """Run a small ViT on rendered characters under 15 corruptions, as it is and adapting. Needs no download."""
-    from mgtta.bench.demo import run, table
+    from mgtta.bench.demo import run, summary, table
     from mgtta.cli.listing import show
-    from mgtta.cli.progress import Bars
+    from mgtta.cli.progress import shown_progress
     from mgtta.report import write_report
 
-    with Bars() as watch:
+    with shown_progress() as watch:
         folder = run(images, names(methods), out, device_of(device), watch)
     show(table(folder))
-    typer.echo(f"report: {write_report(folder)}")
+    for line in summary(folder):
+        typer.echo(line)
+    typer.echo(NEXT.format(report=write_report(folder), images=images, methods=methods))

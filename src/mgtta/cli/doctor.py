@@ -4,8 +4,9 @@ import typer
 
 
 def doctor() -> None:
-    """Show versions and devices, what is missing, and how to install it."""
-    from mgtta.cli.listing import health, show
+    """Show versions, devices, memory and the time of a step; what is missing, and how to install it."""
+    from mgtta.cli.health import health
+    from mgtta.cli.listing import show
 
     table, healthy = health()
     show(table)

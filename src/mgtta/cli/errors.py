@@ -15,6 +15,13 @@ RENAMED = {  # (command, old option) -> its name now
 COMMANDS = {  # what an error tells a Python program to call -> the same as a command
     "mgtta.source_statistics(model, clean_images)": "`mgtta source CLEAN_IMAGES --model NAME`",
     "mgtta.source_statistics": "`mgtta source`",
+    "mgtta.fisher_information(model, clean_images)": "`mgtta fisher CLEAN_IMAGES --model NAME`",
+    "mgtta.fisher_information": "`mgtta fisher`",
+    "mgtta.calibrate(method, clean_images)": "`mgtta adapt --estimate CLEAN_IMAGES`",
+    "mgtta.calibrate": "`mgtta adapt --estimate`",
+    "mgtta.load_source": "--source",
+    "mgtta.load_generator": "--generator",
+    "mgtta.load_model(..., normalised=True)": "a model of your own in Python (mgtta.load_model)",
     "mgtta.save_state": "`mgtta adapt --state`",
     "meta_train writes": "`mgtta train --resume` writes",
 }
@@ -47,6 +54,8 @@ def in_options(text: str) -> str:
     """Return an error's text with options and commands in place of Python arguments and functions."""
     for call, command in COMMANDS.items():
         text = text.replace(call, command)
+    if text.startswith("cannot read "):
+        text = f"{text}; --skip-unreadable skips and counts such images"
     names = "|".join(ARGUMENTS)
     text = re.sub(rf"\b({names})=\.\.\.", lambda found: _option(found[1]), text)
     return re.sub(rf"\b({names})='(\w+)'", lambda found: f"{_option(found[1])} {found[2]}", text)

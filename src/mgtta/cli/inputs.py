@@ -39,15 +39,17 @@ def model_and_data(
     skip: bool,
     device: str | None,
     part: tuple[int, int] | None = None,
+    classes: Path | None = None,
+    restrict: bool = False,
 ) -> tuple[Any, Any]:
-    """Return the Classifier on its device, and the data set. The model scores the classes that the data set has."""
+    """Return the Classifier on its device, and the data set; with `restrict`, the model scores its classes only."""
     import mgtta
 
     arguments: dict[str, Any] = {}
     if num_classes is not None:
         arguments["num_classes"] = num_classes
     classifier = mgtta.load_model(model, checkpoint=checkpoint, **arguments)
-    images = open_images(data, classifier, size, skip, part)
+    images = open_images(data, classifier, size, skip, part, classes, restrict)
     if images.class_indices is not None:
         few = len(images.class_indices)
         total = classifier.num_classes
@@ -57,14 +59,22 @@ def model_and_data(
 
 
 def open_images(
-    data: str, classifier: Any, size: int | None, skip: bool = False, part: tuple[int, int] | None = None
+    data: str,
+    classifier: Any,
+    size: int | None,
+    skip: bool = False,
+    part: tuple[int, int] | None = None,
+    classes: Path | None = None,
+    restrict: bool = False,
 ) -> Any:
     """Return the data set at a path, in the size that the model takes unless another is named."""
-    from mgtta.data.datasets import open_dataset
+    from mgtta.data.datasets import open_dataset, read_classes
 
     side, crop_pct = classifier.input_size
-    on_error: Any = "skip" if skip else "raise"
-    return open_dataset(data, size=size or side, crop_pct=crop_pct, on_error=on_error, part=part)
+    options: dict[str, Any] = {"size": size or side, "crop_pct": crop_pct, "part": part, "restrict": restrict}
+    if classes is not None:
+        options["classes"] = read_classes(classes)
+    return open_dataset(data, on_error="skip" if skip else "raise", **options)
 
 
 def source_of(classifier: Any, source: str | None, clean: str | None, size: int | None) -> Any:

@@ -1,150 +1,118 @@
-"""The tables that `mgtta list` and `mgtta doctor` show."""
+"""The text of `mgtta list`, at most 80 columns wide. It comes from catalogue.json, so that torch is not imported."""
 
-import importlib.metadata
-import platform
-from collections.abc import Mapping
+import json
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from mgtta import __version__
+from mgtta._lib.errors import unknown
 from mgtta._lib.shipped import shipped
 
-# distribution -> what fails without it
-PACKAGES = {
-    "torch": "everything",
-    "torchvision": "timm, and CoTTA's augmentations",
-    "timm": "models",
-    "safetensors": "files",
-    "huggingface_hub": "downloads of pretrained weights",
-    "webdataset": "tars",
-    "pillow": "reading images",
-    "numpy": "reading images",
-    "matplotlib": "the fonts of the embedded data set",
-    "cma": "FOA",
-    "jinja2": "the report's page",
-    "plotly": "the report's charts",
-}
-GIB = 2**30  # bytes
+CATALOGUE = Path(__file__).with_name("catalogue.json")  # written by docs/methods.py
+WIDEST = 80  # columns
+COLUMNS = (14, 14, 9)  # widths of name, kind and passes
 
 
-def show(*tables: Table) -> None:
-    """Print the tables."""
+def listed(what: str = "") -> str:
+    """Return the text of `mgtta list WHAT`; everything in short if `what` is empty."""
+    catalogue = json.loads(CATALOGUE.read_text(encoding="utf-8"))
+    parts = {
+        "methods": _methods_in_full,
+        "generators": _generators,
+        "models": _models,
+        "data": _data,
+    }
+    if what:
+        if what not in parts:
+            raise unknown("list", what, parts)
+        return parts[what](catalogue)
+    rest = {
+        "generators": catalogue["generators"],
+        "models": [*shipped("models"), "any timm name"],
+        "data": catalogue["data"],
+        "corruptions": catalogue["corruptions"],
+    }
+    lines = [_wrapped(f"{name.capitalize()}: {', '.join(found)}.") for name, found in rest.items()]
+    more = "More: `mgtta list methods`, `generators`, `models`, `data`."
+    return "\n".join([_methods(catalogue), "", *lines, more])
+
+
+def _methods(catalogue: Mapping[str, Any]) -> str:
+    """Return one line for each method."""
+    rows = [_row("method", "kind", "passes", "needs")]
+    rows += [_row(m["name"], m["kind"], _passes(m), ", ".join(m["needs"]) or "-") for m in catalogue["methods"]]
+    about = "Methods: mgtta adapt --method NAME. Passes: forward + backward passes of an image, at most."
+    return "\n".join([_wrapped(about), *rows])
+
+
+def _row(name: str, kind: str, passes: str, needs: str) -> str:
+    first, second, third = COLUMNS
+    return f"  {name:<{first}}{kind:<{second}}{passes:<{third}}{needs}"
+
+
+def _passes(method: Mapping[str, Any]) -> str:
+    forward, backward = method["passes"]
+    return f"{forward} + {backward}" if backward else str(forward)
+
+
+def _methods_in_full(catalogue: Mapping[str, Any]) -> str:
+    """Return a paragraph for each method: what it is, and its settings."""
+    about = (
+        "Methods: mgtta adapt --method NAME --set SETTING=VALUE. The settings are the authors'. "
+        "NAME@mgtta has those of the MGTTA paper."
+    )
+    return "\n\n".join([_wrapped(about), *map(_paragraph, catalogue["methods"])])
+
+
+def _paragraph(method: Mapping[str, Any]) -> str:
+    needs = ", ".join(method["needs"]) or "nothing"
+    lines = [f"{method['name']}: {method['kind']}, passes {_passes(method)}, needs {needs}"]
+    lines.append(_wrapped(method["what"], "  "))
+    lines.append(_wrapped(f"settings: {_words(method['settings'])}", "  "))
+    if method["resnets"]:
+        lines.append(_wrapped(f"with BatchNorm or GroupNorm: {_words(method['resnets'])}", "  "))
+    if method["mgtta"] is not None:
+        lines.append(_wrapped(f"{method['name']}@mgtta: {_words(method['mgtta'], 'the same')}", "  "))
+    return "\n".join(lines)
+
+
+def _words(settings: Sequence[str], none: str = "none") -> str:
+    return ", ".join(settings) or none
+
+
+def _generators(catalogue: Mapping[str, Any]) -> str:
+    rows = [_wrapped(f"{name}: {about}", "  ") for name, about in catalogue["generators"].items()]
+    return "\n".join([_wrapped("Generators: mgtta adapt --generator NAME, or a file."), *rows])
+
+
+def _models(_catalogue: Mapping[str, Any]) -> str:
+    own = "comes with the package, for the embedded characters"
+    rows = [_wrapped(f"{name}: {own}", "  ") for name in shipped("models")]
+    rows.append(_wrapped("any timm name: timm.list_models() shows them", "  "))
+    return "\n".join([_wrapped("Models: mgtta adapt --model NAME."), *rows])
+
+
+def _data(catalogue: Mapping[str, Any]) -> str:
+    rows = [_wrapped(f"{kind}: {text}", "  ") for kind, text in catalogue["data"].items()]
+    rows += [
+        _wrapped(f"{name}: {', '.join(catalogue[name])}", "  ") for name in ("corruptions", "validation corruptions")
+    ]
+    return "\n".join([_wrapped("Data: mgtta adapt DATA."), *rows])
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    """Return the text in lines that fit the terminal, at most WIDEST columns; later lines are indented further."""
+    width = min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
+    further = f"{indent}  " if indent else ""
+    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=further, break_on_hyphens=False)
+
+
+def show(*tables: Any) -> None:
+    """Print rich tables."""
+    from rich.console import Console
+
     console = Console()
     for table in tables:
         console.print(table)
-
-
-def tables() -> list[Table]:
-    """Return the tables of `mgtta list`."""
-    return [_methods(), _generators(), _models(), _data()]
-
-
-def _methods() -> Table:
-    from mgtta.methods.registry import recipes
-
-    columns = ("method", "what it is", "kind", "needs", "settings: the authors'", "the MGTTA paper's, if others")
-    table = Table(*columns, title="methods: mgtta.create(name, model, ...); name@mgtta has the MGTTA paper's settings")
-    for recipe in recipes().values():
-        own = recipe.settings
-        authors = _words(own)
-        if recipe.resnets:
-            authors += f"; with BatchNorm or GroupNorm {_words(recipe.resnets)}"
-        papers = "not run there"
-        if recipe.mgtta is not None:
-            papers = _words({key: value for key, value in recipe.mgtta.items() if value != own[key]})
-        table.add_row(recipe.name, recipe.what, recipe.kind, ", ".join(recipe.needs) or "nothing", authors, papers)
-    return table
-
-
-def _words(settings: Mapping[str, Any]) -> str:
-    from mgtta.methods.registry import REQUIRED
-
-    return ", ".join(name if value is REQUIRED else f"{name}={value}" for name, value in settings.items())
-
-
-def _generators() -> Table:
-    from mgtta.learned.files import load_generator
-
-    columns = ("generator", "hidden size", "memory", "trained on")
-    table = Table(*columns, title="generators: mgtta.load_generator(name)")
-    for name in shipped("generators"):
-        generator = load_generator(name)
-        protocol = str(generator.about.get("protocol", ""))
-        table.add_row(name, str(generator.hidden_size), generator.memory_kind, protocol)
-    return table
-
-
-def _models() -> Table:
-    table = Table("model", "what it is", title="models: mgtta.load_model(name)")
-    for name in shipped("models"):
-        table.add_row(name, "comes with the package, for mgtta.data.glyphs")
-    table.add_row("any timm name", "timm.list_models() shows them")
-    return table
-
-
-def _data() -> Table:
-    from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
-    from mgtta.data.datasets import KINDS
-
-    table = Table("data", "what it is", title="data: mgtta adapt DATA, mgtta.data.datasets.open_dataset(path)")
-    for kind, text in KINDS.items():
-        table.add_row(kind, text)
-    table.add_row("corruptions", ", ".join(CORRUPTIONS))
-    table.add_row("validation corruptions", ", ".join(VALIDATION_CORRUPTIONS))
-    return table
-
-
-def health() -> tuple[Table, bool]:
-    """Return the table of `mgtta doctor`, and whether nothing is missing."""
-    table = Table("what", "found", "remedy", title="mgtta doctor")
-    table.add_row("mgtta", __version__, "")
-    table.add_row("python", f"{platform.python_version()} on {platform.platform()}", "")
-    packages_found = _add_packages(table)
-    devices_found = _add_devices(table)
-    for kind in ("models", "sources", "generators"):
-        table.add_row(f"shipped {kind}", ", ".join(shipped(kind)) or "none", "")
-    return table, packages_found and devices_found
-
-
-def _add_packages(table: Table) -> bool:
-    """Add a row for each package; return whether all are installed."""
-    complete = True
-    for name, use in PACKAGES.items():
-        try:
-            table.add_row(name, importlib.metadata.version(name), "")
-        except importlib.metadata.PackageNotFoundError:
-            complete = False
-            table.add_row(name, "[red]missing[/]", f"pip install {name}  (for {use})")
-    return complete
-
-
-def _add_devices(table: Table) -> bool:
-    """Add a row for each device; return whether torch could be asked."""
-    try:
-        for row in _devices():
-            table.add_row(*row)
-        from mgtta._lib.timm import _library
-
-        if _library is not None:
-            table.add_row("torchvision", "its operators are built for another torch; none is used here", "")
-    except ModuleNotFoundError as error:  # the rows of the packages name it too
-        table.add_row("devices", f"[red]unknown without {error.name}[/]", f"pip install {error.name}")
-        return False
-    except Exception as error:
-        table.add_row("devices", f"[red]{type(error).__name__}: {error}[/]", "install matching torch and torchvision")
-        return False
-    return True
-
-
-def _devices() -> list[tuple[str, str, str]]:
-    import torch
-
-    rows = [("cpu", f"{torch.get_num_threads()} threads", "")]
-    if not torch.cuda.is_available():
-        return [*rows, ("cuda", "none", "adaptation runs on the CPU; a CUDA build of torch uses a GPU")]
-    for i in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(i)
-        rows.append((f"cuda:{i}", f"{properties.name}, {properties.total_memory / GIB:.0f} GiB", ""))
-    return rows

@@ -10,6 +10,7 @@ import typer
 OWN_OPTIONS = {  # arguments of `mgtta.create` that --set does not take -> the option that gives them
     "guard": "--guard",
     "low_memory": "--low-memory",
+    "norm_types": "mgtta.load_model(..., norm_types=...) in the function of --model package.module:build",
     "precision": "--precision",
     "process_group": "torchrun",
     "schedule": "--schedule",
@@ -17,7 +18,11 @@ OWN_OPTIONS = {  # arguments of `mgtta.create` that --set does not take -> the o
 }
 
 Model = Annotated[
-    str, typer.Option(help="A timm name, or a small ViT that comes with the package: glyphs_vit, glyphs_plain.")
+    str,
+    typer.Option(
+        help="A timm name; a small ViT that comes with the package: glyphs_vit, glyphs_plain; or your own function, "
+        "package.module:build."
+    ),
 ]
 Checkpoint = Annotated[Path | None, typer.Option(help="Weights: .safetensors, or .pth of plain tensors.")]
 NumClasses = Annotated[
@@ -28,6 +33,10 @@ Clean = Annotated[str | None, typer.Option(help="Clean images to compute the sta
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default the GPU if there is one.")]
 Size = Annotated[int | None, typer.Option(min=1, help="Side of the images in pixels; by default the model's own.")]
 Skip = Annotated[bool, typer.Option("--skip-unreadable", help="Skip and count unreadable images.")]
+Classes = Annotated[
+    Path | None, typer.Option(help="Text file of the model's classes in its order, one a line: the folders' names.")
+]
+Restrict = Annotated[bool, typer.Option("--restrict", help="Score only the classes that have a folder.")]
 Resume = Annotated[Path | None, typer.Option(help="Checkpoint file; if it exists, the run resumes from it.")]
 Methods = Annotated[str, typer.Option(help="Names, separated by commas; see `mgtta list`.")]
 Corruptions = Annotated[str, typer.Option(help="Names, separated by commas; by default the 15 of ImageNet-C.")]

@@ -1,6 +1,7 @@
-"""The progress of a benchmark: bars for people, lines of JSON for programs."""
+"""The progress of a benchmark: bars for people, lines of text for a log, lines of JSON for programs."""
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,38 @@ class Bars(Listener):
     def _show(self, text: str, part: float = 0.0) -> None:
         if self.task is not None:
             self.progress.update(self.task, completed=min(self.finished + part, self.total), now=text)
+
+
+class Log(Listener):
+    """Print a line of text to standard error for each finished cell: for a log, where a bar cannot be drawn."""
+
+    def __init__(self) -> None:
+        self.title = ""
+        self.finished = 0
+        self.total = 0
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def start(self, title: str, cells: int, finished: int) -> None:
+        self.title = title
+        self.total = cells
+        self.finished = finished
+
+    def cell(self, cell: Cell, records: list[dict[str, Any]], fresh: bool) -> None:
+        if fresh:
+            self.finished += 1
+            print(f"{self.title} {self.finished}/{self.total}: {_result(cell, records)}", file=sys.stderr, flush=True)
+
+
+def shown_progress() -> Bars | Log:
+    """Return bars if standard error is a terminal, otherwise lines of text."""
+    if sys.stderr.isatty():
+        return Bars()
+    return Log()
 
 
 class Lines(Listener):

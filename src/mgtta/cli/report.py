@@ -5,13 +5,25 @@ from typing import Annotated
 
 import typer
 
+from mgtta.cli.options import Checkpoint, Clean, Source
+
 Runs = Annotated[Path, typer.Argument(metavar="RUNS", help="The folder of the records: --out of `mgtta bench`.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for the report; by default the same folder.")]
-Examples = Annotated[bool, typer.Option(help="Show images with predictions, if the data are the characters.")]
+Examples = Annotated[bool, typer.Option(help="Show images with predictions: the characters, or those of --data.")]
+Data = Annotated[str | None, typer.Option(help="The images of the records, to show some before and after adaptation.")]
 
 
-def report(runs: Runs, out: Out = None, examples: Examples = True) -> None:
+def report(
+    runs: Runs,
+    out: Out = None,
+    examples: Examples = True,
+    data: Data = None,
+    checkpoint: Checkpoint = None,
+    source: Source = None,
+    clean: Clean = None,
+) -> None:
     """Write the records as markdown, as LaTeX and as one HTML page that needs no network."""
     from mgtta.report import write_report
 
-    typer.echo(write_report(runs, out, examples=examples))
+    pictures = {"checkpoint": checkpoint, "source": source, "clean": clean}
+    typer.echo(write_report(runs, out, examples=examples, data=data, **pictures))

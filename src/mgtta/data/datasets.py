@@ -1,22 +1,24 @@
 """Image data sets on disk or in WebDataset tars: numbered images with labels, decoded on access.
 
-A label is a column of the scored logits. If a set has fewer than ImageNet's 1000 classes (-R, -A),
-`class_indices` lists the ones it has: pass it on as `load_model(..., classes=dataset.class_indices)`.
+A label is a column of the scored logits. If only some of the model's classes are scored (ImageNet-R, -A, or with
+`restrict`), `class_indices` lists them: pass it on as `load_model(..., classes=dataset.class_indices)`.
 """
 
 import os
 import re
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from mgtta._lib.errors import unknown
-from mgtta.data.images import ImageError, decode, is_image, is_other_image, left_out, warn_left_out
+from mgtta.data.images import ImageError, crop, decode, is_image, is_other_image, left_out, warn_left_out
 from mgtta.data.shards import expand, is_tar, split
 from mgtta.data.shards import samples as read_samples
 
@@ -33,6 +35,8 @@ KINDS = {
     "folder": "one folder of images for each class",
     "flat": "images without labels, in one folder",
     "tar": "WebDataset shards: KEY.jpg beside KEY.cls, in one .tar or several",
+    "arrays": "one .npz: images, uint8 (N, H, W, 3); labels (N,) and names of classes if it has them",
+    "cifar-c": "CORRUPTION.npy and labels.npy; CIFAR-10-C from zenodo.org/records/2535967, -100-C from 3555552",
 }
 SUBSETS = ("imagenet-r", "imagenet-a")  # only the classes that they hold are scored
 SYNSET = re.compile(r"n\d{8}")
@@ -113,17 +117,29 @@ class ImageDataset(Dataset):
 class ImageFolder(ImageDataset):
     """A folder of images without labels, or of one folder for each class."""
 
-    def __init__(self, root: str | os.PathLike, kind: str = "folder", **options: Any):
+    def __init__(
+        self,
+        root: str | os.PathLike,
+        kind: str = "folder",
+        *,
+        classes: Sequence[str] | None = None,
+        restrict: bool = False,
+        **options: Any,
+    ):
         self.root = Path(root)
         if kind == "flat":
             names, others = _scan(self.root)
-            super().__init__(names, **options)
+            super().__init__(names, classes=classes, **options)
         else:
             folders = _class_folders(self.root)
-            label_of, class_indices = _labels(folders, kind, self.root)
+            index = _class_numbers(folders, kind, self.root, classes)
             names, others = _check_tree(self.root, folders)
-            labels = [label_of[name.partition("/")[0]] for name in names]
-            super().__init__(names, labels, classes=_names(label_of), class_indices=class_indices, **options)
+            kept = None
+            if restrict or (kind in SUBSETS and len(folders) < len(index)):
+                kept = sorted(index[folder] for folder in folders)
+                index = {folder: kept.index(index[folder]) for folder in folders}
+            labels = [index[name.partition("/")[0]] for name in names]
+            super().__init__(names, labels, classes=_names(index), class_indices=kept, **options)
         if not names:
             raise _not_found(self.root, kind, f"it holds no images{left_out(others)}")
         warn_left_out(others, self.root)
@@ -149,6 +165,28 @@ class ImageTars(ImageDataset):
         return self._places[i].read(), self._places[i].name
 
 
+class ImageArrays(ImageDataset):
+    """Images in memory, or in a file that is mapped into it: (N, H, W, 3) uint8."""
+
+    def __init__(
+        self, images: np.ndarray, labels: np.ndarray | None = None, *, name: str = "the images", **options: Any
+    ):
+        if images.ndim != 4 or images.shape[3] != 3 or images.dtype != np.uint8:
+            raise ValueError(f"{name} must be uint8 (N, H, W, 3), not {images.dtype} {images.shape}")
+        if labels is not None and (labels.shape != (len(images),) or labels.dtype.kind not in "iu"):
+            raise ValueError(f"{name}: labels must be {len(images)} integers, not {labels.dtype} {labels.shape}")
+        numbers = [str(i) for i in range(len(images))]
+        super().__init__(numbers, None if labels is None else labels.tolist(), **options)
+        self.images = images
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"image {i} of {len(self)}")
+        image = torch.from_numpy(np.array(self.images[i])).permute(2, 0, 1)
+        label = -1 if self.labels is None else int(self.labels[i])
+        return crop(image, self.size, self.crop_pct).contiguous(), label
+
+
 def open_dataset(
     path: str | os.PathLike | Sequence[str],
     *,
@@ -158,11 +196,14 @@ def open_dataset(
     on_error: OnError = "raise",
     cache_dir: str | os.PathLike | None = None,
     part: tuple[int, int] | None = None,
+    classes: Sequence[str] | None = None,
+    restrict: bool = False,
 ) -> ImageDataset:
     """Return the data set at `path`; its kind is guessed from what is found there.
 
     A `.tar`, several of them by braces or globs (`val-{000..049}.tar`), or a URL is a WebDataset. A folder of
-    folders has one class in each; ImageNet's synsets get ImageNet's order. A folder of images has no labels.
+    folders has one class in each; ImageNet's synsets get ImageNet's order. A folder of images has no labels. A `.npz`
+    holds the arrays `images` and, if it has them, `labels` and the names `classes`.
 
     Args:
         kind: one of KINDS. Give it if the guess is wrong, or for an error that says where to download the set.
@@ -171,14 +212,21 @@ def open_dataset(
         cache_dir: where shards from URLs are kept.
         part: (rank, ranks): only this rank's shards, which may be none; the others are neither opened nor fetched.
             Every shard belongs to one rank.
+        classes: names of the model's classes in its order. Each class folder has one of these names; by default the
+            folders are the model's classes in the order of their names, or ImageNet's synsets.
+        restrict: score only the classes that have a folder: `dataset.class_indices`. Labels are then positions in it.
     """
+    if restrict and not _has_class_folders(path):
+        raise ValueError(f"restrict=... is for class folders, and {path} has none")
     if kind is not None and kind not in KINDS:
         raise unknown("kind of data set", kind, KINDS)
     options = {"size": size, "crop_pct": crop_pct, "on_error": on_error}
     if kind == "tar" or not isinstance(path, str | os.PathLike) or is_tar(os.fspath(path)):
-        return ImageTars(split(expand(path), part), cache_dir, **options)
+        return ImageTars(split(expand(path), part), cache_dir, classes=classes, **options)
     if part is not None:
         raise ValueError(f"only WebDataset shards are split over ranks, and {path} is not one")
+    if kind == "arrays" or os.fspath(path).endswith(".npz"):
+        return _arrays(Path(path).expanduser(), classes, options)
     root = Path(path).expanduser()
     if root.is_file():
         raise _not_found(root, kind, "it is a file")
@@ -186,8 +234,10 @@ def open_dataset(
         raise _not_found(root, kind, "it does not exist")
     if kind == "imagenet-c" or (kind is None and is_imagenet_c(root)):
         raise ValueError(f"{root} is ImageNet-C: open one corruption with imagenet_c({str(root)!r}, NAME)")
+    if kind == "cifar-c" or (kind is None and is_cifar_c(root)):
+        raise ValueError(f"{root} is CIFAR-C: open one corruption with cifar_c({str(root)!r}, NAME)")
     guess = "folder" if _class_folders(root) else "flat"
-    return ImageFolder(root, kind or guess, **options)
+    return ImageFolder(root, kind or guess, classes=classes, restrict=restrict, **options)
 
 
 def imagenet_c(root: str | os.PathLike, corruption: str, severity: int = 5, **options: Any) -> ImageFolder:
@@ -207,6 +257,65 @@ def imagenet_c(root: str | os.PathLike, corruption: str, severity: int = 5, **op
     if any(SYNSET.fullmatch(name) for name in _folders(folder)):
         return ImageFolder(folder, "imagenet", **options)
     return ImageFolder(folder, "folder", **options)
+
+
+def cifar_c(root: str | os.PathLike, corruption: str, severity: int = 5, **options: Any) -> ImageArrays:
+    """Return one corruption of CIFAR-10-C or -100-C as published: the severities follow each other in its file."""
+    root = Path(root).expanduser()
+    if not is_cifar_c(root):
+        raise _not_found(root, "cifar-c", "it has no labels.npy")
+    if severity not in range(1, 6):
+        raise unknown("severity", severity, "12345")
+    file = root / f"{corruption}.npy"
+    if not file.is_file():
+        found = sorted(path.stem for path in root.glob("*.npy") if path.stem != "labels")
+        raise unknown(f"corruption in {root}:", corruption, found)
+    images = np.load(file, mmap_mode="r", allow_pickle=False)
+    labels = np.load(root / "labels.npy", allow_pickle=False)
+    if len(images) != len(labels) or len(images) % 5:
+        raise ValueError(f"{file} has {len(images)} images, and labels.npy {len(labels)}: download both again")
+    each = len(images) // 5
+    rows = slice(each * (severity - 1), each * severity)
+    return ImageArrays(images[rows], labels[rows], name=str(file), **options)
+
+
+def is_cifar_c(root: Path) -> bool:
+    """Return whether the folder has the layout of CIFAR-10-C: one array for each corruption, and labels."""
+    return (root / "labels.npy").is_file()
+
+
+def _arrays(path: Path, classes: Sequence[str] | None, options: dict[str, Any]) -> ImageArrays:
+    """Return the data set in a .npz file."""
+    if not path.is_file():
+        raise _not_found(path, "arrays", "it does not exist")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = {name: file[name] for name in ("images", "labels", "classes") if name in file}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} cannot be read as a .npz of plain arrays ({error}): write it again") from error
+    if "images" not in found:
+        raise ValueError(f"{path} has no array named images: np.savez({path.name!r}, images=..., labels=...)")
+    if classes is None and "classes" in found:
+        classes = [str(name) for name in found["classes"]]
+    return ImageArrays(found["images"], found.get("labels"), name=str(path), classes=classes, **options)
+
+
+def _has_class_folders(path: str | os.PathLike | Sequence[str]) -> bool:
+    if not isinstance(path, str | os.PathLike):
+        return False  # a list of tars
+    root = Path(path).expanduser()
+    return root.is_dir() and bool(_class_folders(root))
+
+
+def read_classes(file: str | os.PathLike) -> list[str]:
+    """Return the names of classes in a text file: one on each line, in the order of the model's classes."""
+    lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+    names = [line.strip() for line in lines if line.strip()]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if len(names) < 2 or twice is not None:
+        what = f"it has {twice} twice" if twice is not None else f"it has {len(names)}"
+        raise ValueError(f"{file} must name each class once, one on a line, and at least two: {what}")
+    return names
 
 
 def _folders(root: Path) -> list[str]:
@@ -256,20 +365,23 @@ def _check_tree(root: Path, folders: list[str]) -> _Files:
     return tree
 
 
-def _labels(folders: list[str], kind: str, root: Path) -> tuple[Mapping[str, int], list[int] | None]:
-    """Return the label of each class folder, and the indices of these classes if they are not all 1000."""
+def _class_numbers(folders: list[str], kind: str, root: Path, classes: Sequence[str] | None) -> Mapping[str, int]:
+    """Return the number of each class in the model, for all classes that are known by name."""
+    if classes is not None:
+        index = {name: i for i, name in enumerate(classes)}
+        stranger = next((f for f in folders if f not in index), None)
+        if stranger is not None:
+            raise ValueError(f"{root} holds the folder {stranger}, which is not one of the {len(index)} named classes")
+        return index
     if kind == "folder" and not all(SYNSET.fullmatch(f) and f in synsets() for f in folders):
-        return {f: i for i, f in enumerate(folders)}, None
+        return {f: i for i, f in enumerate(folders)}
     index = synsets()
     if kind == "imagenet-v2":
         index = {str(i): i for i in range(1000)}
     stranger = next((f for f in folders if f not in index), None)
     if stranger is not None:
         raise _not_found(root, kind, f"it holds the folder {stranger}, which is not one of ImageNet's 1000 classes")
-    if len(folders) == len(index) or kind not in ("folder", *SUBSETS):
-        return {f: index[f] for f in folders}, None
-    scored = sorted(index[f] for f in folders)
-    return {f: scored.index(index[f]) for f in folders}, scored
+    return index
 
 
 @cache
@@ -280,11 +392,9 @@ def synsets() -> dict[str, int]:
     return {name: i for i, name in enumerate(timm.data.ImageNetInfo().label_names())}
 
 
-def _names(label_of: Mapping[str, int]) -> list[str] | None:
-    """Return the folders in the order of their labels, or None if a label has no folder."""
-    names = sorted(label_of, key=lambda f: label_of[f])
-    last = max(label_of.values(), default=-1)
-    return names if last == len(names) - 1 else None
+def _names(index: Mapping[str, int]) -> list[str]:
+    """Return the names of the classes in the order of their numbers."""
+    return sorted(index, key=lambda name: index[name])
 
 
 def _is_number(name: str) -> bool:

@@ -15,7 +15,9 @@ from mgtta._lib.bars import progress_bar
 
 from .corruptions import CORRUPTIONS, SEVERITIES, VALIDATION_CORRUPTIONS, corrupt, frost_source
 from .images import EXTENSIONS, MAX_PIXELS, ImageError, is_image, is_other_image, left_out, read_image, warn_left_out
+from .shards import Place, expand, is_tar, samples
 
+ImageFile = Path | Place  # a file, or a member of a tar
 SETTINGS = "corruptions.json"
 JPEG_QUALITY = 85  # the quality of the published files
 
@@ -63,16 +65,16 @@ def corrupt_folder(
     `mgtta.data.images`) are left out and named in the result.
 
     Args:
-        src: a folder of images, or of class folders.
+        src: a folder of images, or of class folders; or WebDataset tars, whose class folders have the labels' numbers.
         size: as for ImageNet-C, the shorter side is resized to 256/224 of this and the centre is cropped.
             None keeps each image's own size.
         frost_textures: a folder of images for frost; by default textures are generated.
     """
-    src = Path(src)
     dst = Path(dst)
-    _check(src, dst, corruptions, severities, batch_size)
-    images = _images(src)
-    names = [image.relative_to(src).with_suffix(".JPEG") for image in images]
+    _check(corruptions, severities, batch_size)
+    found = _found(os.fspath(src), dst)
+    images = [image for image, _ in found]
+    names = [name for _, name in found]
     _check_names(images, names)
     checksum = zlib.crc32("\n".join(name.as_posix() for name in names).encode())
     _keep_settings(dst, Settings(seed, size, frost_source(frost_textures), len(images), checksum))
@@ -104,7 +106,7 @@ def _folder(job: tuple[str, int]) -> str:
     return f"{corruption}/{severity}"
 
 
-def _check(src: Path, dst: Path, corruptions: Sequence[str], severities: Sequence[int], batch_size: int) -> None:
+def _check(corruptions: Sequence[str], severities: Sequence[int], batch_size: int) -> None:
     known = (*CORRUPTIONS, *VALIDATION_CORRUPTIONS)
     if unknown := [name for name in corruptions if name not in known]:
         raise ValueError(f"unknown corruption {unknown[0]!r}; choose from: {', '.join(known)}")
@@ -112,28 +114,53 @@ def _check(src: Path, dst: Path, corruptions: Sequence[str], severities: Sequenc
         raise ValueError(f"unknown severity {unknown_severities[0]!r}; choose from: {', '.join(map(str, SEVERITIES))}")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+
+
+def _found(src: str, dst: Path) -> Sequence[tuple[ImageFile, Path]]:
+    """Return the images and the names of their copies."""
+    if is_tar(src):
+        return _in_tars(src)
+    return _in_folder(Path(src), dst)
+
+
+def _in_tars(src: str) -> list[tuple[Place, Path]]:
+    """Return the images of tars and their names: the label's number as a folder, if there is one, and the key."""
+    found = []
+    for sample in samples(expand(src)):
+        folder = Path() if sample.label is None else Path(str(sample.label))
+        found.append((sample.image, folder / f"{sample.key}.JPEG"))
+    return found
+
+
+def _in_folder(src: Path, dst: Path) -> list[tuple[Path, Path]]:
+    """Return all images under src in a fixed order, and their names; links to folders are not followed."""
     if not src.is_dir():
-        raise FileNotFoundError(f"no folder {str(src)!r}: name a folder of images, or of class folders with images")
+        raise FileNotFoundError(
+            f"no folder {str(src)!r}: name a folder of images, or of class folders with images, or a .tar"
+        )
     if dst.resolve().is_relative_to(src.resolve()):
         raise ValueError(f"{str(dst)!r} lies inside {str(src)!r}: write to a folder outside the images")
-
-
-def _images(src: Path) -> list[Path]:
-    """Return all images under src in a fixed order; links to folders are not followed."""
     found = [Path(top, name) for top, _, files in os.walk(src) for name in files]
     images = [path for path in found if is_image(path.name)]
     others = sorted(path.name for path in found if is_other_image(path.name))
     if not images:
         raise FileNotFoundError(f"no images under {str(src)!r}; looked for {' '.join(EXTENSIONS)}{left_out(others)}")
     warn_left_out(others, src)
-    return sorted(images, key=lambda path: path.relative_to(src).as_posix())
+    images.sort(key=lambda path: path.relative_to(src).as_posix())
+    return [(image, image.relative_to(src).with_suffix(".JPEG")) for image in images]
 
 
-def _check_names(images: list[Path], names: list[Path]) -> None:
-    first: dict[Path, Path] = {}
+def _called(image: ImageFile) -> Path:
+    """Return what messages call an image."""
+    return Path(image.name) if isinstance(image, Place) else image
+
+
+def _check_names(images: Sequence[ImageFile], names: Sequence[Path]) -> None:
+    first: dict[Path, ImageFile] = {}
     for image, name in zip(images, names, strict=True):
         if first.setdefault(name, image) != image:
-            raise ValueError(f"{str(first[name])!r} and {str(image)!r} would both become {str(name)!r}: rename one")
+            both = f"{str(_called(first[name]))!r} and {str(_called(image))!r}"
+            raise ValueError(f"{both} would both become {str(name)!r}: rename one")
 
 
 def _keep_settings(dst: Path, settings: Settings) -> None:
@@ -152,20 +179,21 @@ def _keep_settings(dst: Path, settings: Settings) -> None:
     os.replace(part, path)
 
 
-def _read(images: list[Path], places: list[int], size: int | None, result: Export) -> dict[int, np.ndarray]:
+def _read(images: Sequence[ImageFile], places: list[int], size: int | None, result: Export) -> dict[int, np.ndarray]:
     """Return place -> pixels (H, W, 3) of the images that can be read; the others are noted in `result`."""
     pixels = {}
     for i in places:
         try:
             pixels[i] = _pixels(images[i], size)
         except ImageError as error:
-            result.unreadable.append((images[i], error.reason))
+            result.unreadable.append((_called(images[i]), error.reason))
     return pixels
 
 
-def _pixels(path: Path, size: int | None) -> np.ndarray:
+def _pixels(file: ImageFile, size: int | None) -> np.ndarray:
     """Return the image at the given size, cropped, or at its own: (H, W, 3) uint8."""
-    pixels = read_image(path, name=str(path))
+    path = _called(file)
+    pixels = read_image(file.read() if isinstance(file, Place) else file, name=str(path))
     h, w = pixels.shape[:2]
     if size is None:
         if min(h, w) < 32:

@@ -107,7 +107,7 @@ def decode(
     """
     with _rejections(name):
         pixels = torch.from_numpy(_read(file, max_pixels)).permute(2, 0, 1)
-        return _crop(pixels, size, crop_pct, max_pixels).clone(memory_format=torch.contiguous_format)
+        return crop(pixels, size, crop_pct, max_pixels).clone(memory_format=torch.contiguous_format)
 
 
 @contextlib.contextmanager
@@ -174,7 +174,8 @@ def _jpeg(encoded: BinaryIO, h: int, w: int) -> np.ndarray:
     return pixels
 
 
-def _crop(image: Tensor, size: int, crop_pct: float, max_pixels: int | None = None) -> Tensor:
+def crop(image: Tensor, size: int, crop_pct: float, max_pixels: int | None = None) -> Tensor:
+    """Return the centre (3, size, size) of an image (3, H, W) whose shorter side is resized to size / crop_pct."""
     h, w = image.shape[1:]
     if (h, w) == (size, size):
         return image

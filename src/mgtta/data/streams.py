@@ -9,6 +9,7 @@ Shapes: N images of a batch, (N, 3, H, W).
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from mgtta._lib import profile
 from mgtta._lib.errors import unknown
 from mgtta._lib.ranks import Alone, share
 from mgtta.data.corruptions import CORRUPTIONS, SEVERITIES, VALIDATION_CORRUPTIONS, corrupt
-from mgtta.data.datasets import imagenet_c
+from mgtta.data.datasets import cifar_c, imagenet_c, is_cifar_c
 from mgtta.data.images import ImageError
 from mgtta.data.plan import Planned, label_shift, plan_batches
 
@@ -67,15 +68,16 @@ class Domain:
     corruption: str | None = None
     severity: int = 5
     frost_textures: str | os.PathLike | None = None  # as in `corrupt`
+    constants: str = "imagenet"  # as in `corrupt`
 
 
 def corrupted(images: Any, names: Sequence[str] | None = None, severity: int = 5, **options: Any) -> list[Domain]:
     """Return one domain for each corruption.
 
     Args:
-        images: a clean data set, which is corrupted on the fly, or the folder of ImageNet-C as published.
+        images: a clean data set, which is corrupted on the fly, or the folder of ImageNet-C or CIFAR-C as published.
         names: the corruptions; by default the 15 of ImageNet-C.
-        options: for the published folder those of `open_dataset`; on the fly `frost_textures`.
+        options: for the published folder those of `open_dataset`; on the fly `frost_textures` and `constants`.
     """
     return [_domain(name, images, name, severity, options) for name in _known(names)]
 
@@ -107,7 +109,8 @@ def _domain(name: str, images: Any, corruption: str, severity: int, options: dic
     if severity not in SEVERITIES:
         raise unknown("severity", severity, map(str, SEVERITIES))
     if isinstance(images, str | os.PathLike):
-        return Domain(name, imagenet_c(images, corruption, severity, **options))
+        published = cifar_c if is_cifar_c(Path(images)) else imagenet_c
+        return Domain(name, published(images, corruption, severity, **options))
     return Domain(name, images, corruption, severity, **options)
 
 
@@ -325,6 +328,7 @@ def _corrupt(x: Tensor, rows: Tensor, domains: Sequence[Domain], seed: int) -> T
             index=rows[mine, 1],
             seed=seed,
             frost_textures=domain.frost_textures,
+            constants=domain.constants,
         )
     return x
 

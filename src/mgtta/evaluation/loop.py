@@ -9,6 +9,7 @@ from torch import Tensor
 from mgtta._lib.errors import unknown
 from mgtta._lib.profile import add
 from mgtta.adaptation.wrapper import Adapting
+from mgtta.evaluation.batches import as_batches
 from mgtta.evaluation.metrics import HELD_IMAGES, Tally
 from mgtta.evaluation.record import Record
 from mgtta.evaluation.timing import Clock, peak_memory, process_peak_memory, reset_peak_memory
@@ -25,7 +26,10 @@ def evaluate(
     on_batch: OnBatch | None = None,
     timing: bool = False,
 ) -> list[Record]:
-    """Run the method over the stream of Batch(x, y, domain, index), and return a record of each domain.
+    """Run the method over a stream, and return a record of each domain.
+
+    A stream gives batches: those of `mgtta.data.streams`, or a DataLoader's, or pairs (images, labels), or images. What
+    names no domain is one domain, "test".
 
     Ranks that share batches (`create(..., process_group=...)`) run it together, each over its share of the stream,
     and all get the records of the whole; times and memory are a rank's own.
@@ -41,7 +45,7 @@ def evaluate(
         raise unknown("reset", reset, RESETS)
     records = []
     with Clock(method, wait=timing) as clock:
-        for domain, batches in groupby(stream, key=lambda batch: batch.domain):
+        for domain, batches in groupby(as_batches(stream), key=lambda batch: batch.domain):
             if reset == "domain":
                 method.reset()
             records.append(_evaluate_domain(method, domain, batches, on_batch, clock))
@@ -66,7 +70,8 @@ def _evaluate_domain(
         record.batches += 1
         record.predict_seconds += predicting
         record.adapt_seconds += adapting
-        tally.update(logits, batch.y, late)
+        labels = None if batch.y is None else batch.y.to(logits.device, non_blocking=True)
+        tally.update(logits, labels, late)
         if on_batch is not None:
             _bring_up_to_date(record, tally, method, known_events)
             on_batch(record, batch, logits)

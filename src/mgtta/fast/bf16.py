@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mgtta.models.classifier import Classifier
+from mgtta.models.head import logits_of
 from mgtta.models.hooks import own_hook
 from mgtta.models.norms import blocks_of, dotted, norm_layers
 
@@ -24,7 +25,7 @@ def lower(model: Classifier) -> Classifier:
 
     `model.full_precision` keeps the values from before on the CPU, so that an export is not rounded.
     """
-    norms = set(norm_layers(model.net).values())
+    norms = set(norm_layers(model.net, model.norm_types).values())
     for prefix, module in model.net.named_modules():
         if module in norms:
             module.register_forward_pre_hook(_raise)
@@ -57,7 +58,8 @@ def _round_input(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]
 
 @own_hook
 def _raise_output(_: nn.Module, _inputs: tuple[Tensor, ...], output: Any) -> Any:
-    return output.float() if isinstance(output, Tensor) else output
+    logits = logits_of(output)
+    return logits.float() if isinstance(logits, Tensor) else output
 
 
 class Hooked:

@@ -30,6 +30,7 @@ from mgtta.adaptation.step import Pass
 from mgtta.fast.bf16 import Hooked, lower
 from mgtta.fast.flat import RULES, FlatStep
 from mgtta.fast.vit import ViT
+from mgtta.models.norms import norm_parameters
 
 PATIENCE_BATCHES = 2000  # of a shape, before it is compiled: by then they have cost as much as compiling saves
 KEPT_GRAPHS = 4  # the latest ones
@@ -65,6 +66,8 @@ def refusal(method: Method, precision: str) -> str | None:
         return "what it does depends on the values in a batch, not only on its shape"
     if method.optimizer is not None and type(method.optimizer) not in RULES:
         return f"its optimizer is {type(method.optimizer).__name__}"
+    if not {id(p) for p in method.adapted.values()} <= {id(p) for p in norm_parameters(method.model)}:
+        return "it adapts parameters outside normalisation layers, which would be rounded"
     if next(method.model.parameters()).dtype != torch.float32:
         return "its model is not float32"
     if method.ranks.size > 1:

@@ -46,8 +46,10 @@ class ViT:
 
     @staticmethod
     def fits(model: Classifier) -> bool:
-        """Return whether the model is a plain ViT."""
+        """Return whether the model is a plain ViT. Its head reads the final norm, so nothing else is read there."""
         net = model.net
+        if model.reads_head:
+            return False
         if type(net) is not timm.models.vision_transformer.VisionTransformer or not _plain_embedding(net):
             return False
         plain = net.global_pool == "token" and net.num_prefix_tokens == 1 and getattr(net, "attn_pool", None) is None

@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from mgtta._lib.errors import unknown
-from mgtta.methods._recipe import REQUIRED, Recipe
+from mgtta.methods._declared import REQUIRED
+from mgtta.methods._recipe import Recipe
 from mgtta.models.classifier import Classifier
 
 OF_ALL = (  # settings of every method
@@ -21,6 +22,8 @@ OF_ALL = (  # settings of every method
     "pull",
     "gather",
     "recall",
+    "params",
+    "norm_types",
     "settings",
 )
 MADE_BY = {  # required setting -> its remedy

@@ -3,25 +3,50 @@
 import torch
 from torch import Tensor
 
+from mgtta.models.checks import IMAGE_AXES
 from mgtta.models.classifier import Classifier
+from mgtta.models.head import LOGITS
+from mgtta.models.source import SourceStatistics
 
 
-def through_head(model: Classifier, direction: Tensor, every_class: bool = False) -> Tensor:
-    """Return what a move of the head's input (D,) adds to the logits (C,)."""
+def through_head(model: Classifier, direction: Tensor, every_class: bool = False, layer: str | None = None) -> Tensor:
+    """Return what a move of what the head reads (D,) adds to the logits (C,).
+
+    Args:
+        layer: LOGITS if the head reads the logits themselves, since they do not come from one linear layer.
+    """
+    if layer == LOGITS:
+        if model.classes is not None and not every_class:
+            direction = direction[model.classes]
+        return direction
     weight = model.head.weight
     if model.classes is not None and not every_class:
         weight = weight[model.classes]
     return weight.to(direction) @ direction
 
 
+def linear_centre(source: SourceStatistics, model: Classifier, remedy: str) -> Tensor:
+    """Return the source's mean of what the linear head reads (D,), for methods that need such a head."""
+    if source.head is not None and source.head_layer == LOGITS:
+        raise ValueError(f"the logits of {model.name} do not come from one linear layer: {remedy}")
+    return source.before_head.to(model.head.weight)
+
+
 @torch.no_grad()
 def check_head(model: Classifier, x: Tensor, remedy: str) -> None:
-    """Check that the head takes what the last tap reads: the source's mean is known only there."""
+    """Check that the head takes what the last tap reads: old source statistics have the mean only there."""
     _, features = model.features(x[:1])
     _, taken = model.embed(x[:1])
     last = features[-1]
     if last.shape != taken.shape or not torch.allclose(last.to(taken), taken, equal_nan=True):
         raise ValueError(
-            f"the head of {model.name} takes other features than its last normalisation layer gives, so the source's "
-            f"mean before the head is not known: {remedy}"
+            f"the head of {model.name} takes other features than its last normalisation layer gives, and these source "
+            "statistics are older and lack the mean before the head: make them again with "
+            f"mgtta.source_statistics(model, clean_images), or {remedy}"
         )
+
+
+def check_mirrored(x: Tensor) -> None:
+    """Raise an error unless the inputs are images, whose last axis can be mirrored."""
+    if isinstance(x, Tensor) and x.ndim != IMAGE_AXES:
+        raise ValueError(f"mirror=True needs images (N, channels, H, W), not {tuple(x.shape)}: give mirror=False")

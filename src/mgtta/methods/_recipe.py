@@ -9,36 +9,16 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 from torch import nn
 
 from mgtta._lib.errors import unknown
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.objective import ObjectiveMethod
+from mgtta.methods._declared import AUTHORS, GRADIENTS, MGTTA, SETS, Paper
 from mgtta.methods._descent import Descent, linear_rate
 from mgtta.models.norms import batch_norms
-
-GRADIENTS = "gradients"
-SOURCE = "source statistics"
-FISHER = "Fisher information of source images"
-GENERATOR = "a generator"
-HEAD = "linear head"
-TOKENS = "tokens"
-BATCH_NORM = "BatchNorm layers"
-REQUIRED = inspect.Parameter.empty  # the default of a setting that must be given
-AUTHORS = "authors"
-MGTTA = "mgtta"
-SETS = {  # set of settings -> where it comes from
-    AUTHORS: "the method's authors: their public code, or their paper where there is none",
-    MGTTA: "appendix B.2 of the MGTTA paper, arXiv 2412.16901",
-}
-RESNETS = "networks with BatchNorm or GroupNorm"
-
-
-class Paper(NamedTuple):
-    title: str
-    arxiv: str | None = None  # its number, if it is there
 
 
 @dataclass(frozen=True)
@@ -55,6 +35,7 @@ class Recipe:
         tries: setting that decides the method -> the values that a sweep tries.
         rate_at: the authors' learning rate for a batch, from the one at 64 images and the batch's images.
         options: what `create` takes as pull, gather and recall where the caller does not say.
+        passes: forward and backward passes of an image, at most; see `cost`.
         revision: counts changes by which the same settings gave other figures; see bench/cells.py.
         chosen: the set of settings whose defaults these are.
     """
@@ -72,6 +53,7 @@ class Recipe:
     tries: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     rate_at: Callable[[float, int], float] = linear_rate
     options: Mapping[str, Any] = field(default_factory=dict)
+    passes: tuple[int, int] | None = None
     revision: int = 0
     chosen: str = AUTHORS
 
@@ -124,6 +106,13 @@ class Recipe:
         return "episodic" if GRADIENTS in self.needs else "forward only"
 
     @property
+    def cost(self) -> tuple[int, int]:
+        """Forward and backward passes of an image, at most; those of the network itself, with its views."""
+        if self.passes is not None:
+            return self.passes
+        return (1, 1) if self.descent is not None else (1, 0)
+
+    @property
     def works_with(self) -> dict[str, bool]:
         """Option of every method -> True if the recipe takes it, False if `create` or `export` refuses it by name."""
         pure = issubclass(self.method, ObjectiveMethod)
@@ -131,9 +120,7 @@ class Recipe:
         return {
             "guard": True,
             "schedule": pure and learns,
-            "pull": learns,
-            "gather": learns,
-            "recall": learns,
+            **dict.fromkeys(("pull", "gather", "recall", "params"), learns),
             "bf16": pure,
             "ranks": self.method.shares_batches,
             "resume": True,

@@ -35,6 +35,7 @@ ONE = 0.9999  # from which beta counts as 1
     papers=[PAPER],
     descent=Descent(lr=2.5e-4, nesterov=True),
     code="github.com/mariodoebler/test-time-adaptation",
+    passes=(2, 2),
 )
 class CMF(ROID):
     """ROID's losses, with parameters filtered over time instead of its weight ensembling (Lee & Chang, ICLR 2024).

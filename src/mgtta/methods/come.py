@@ -57,7 +57,7 @@ class EATACOME(EATA):
         return entropy(opinion(logits))
 
 
-@register("sar_come", papers=[PAPER], descent=Descent(lr=1e-3), code=CODE, resnets=RESNETS)
+@register("sar_come", papers=[PAPER], descent=Descent(lr=1e-3), code=CODE, resnets=RESNETS, passes=(2, 2))
 class SARCOME(SAR):
     """SAR with the entropy of an opinion (COME, Zhang et al., ICLR 2025).
 

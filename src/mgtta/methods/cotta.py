@@ -37,6 +37,7 @@ PAPER = Paper("Continual Test-Time Domain Adaptation", "2203.13591")
     code="github.com/qinenergy/cotta",
     mgtta={"lr": 0.05, "restore": 0.01, "nesterov": False},
     tries={"restore": (1e-4, 1e-3, 1e-2)},
+    passes=(34, 1),
     revision=1,
 )
 class CoTTA(Method):
@@ -46,6 +47,7 @@ class CoTTA(Method):
     symmetric: the loss of the authors' ImageNet system; False is the paper's, for which see methods/cotta.py.
     """
 
+    changes_images = True
     random: torch.Generator
 
     def __init__(

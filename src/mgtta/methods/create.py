@@ -1,5 +1,6 @@
 """`create`: a recipe, then an engine, then wrappers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from mgtta.adaptation.recalled import Recalled
 from mgtta.adaptation.scheduled import SCHEDULES, Scheduled
 from mgtta.adaptation.wrapper import Adapting
 from mgtta.methods._checks import check_choice, check_number, check_numbers, check_settings
+from mgtta.methods._options import choosing, set_pull
 from mgtta.methods.registry import Recipe, recipe
 from mgtta.models.classifier import Classifier
 from mgtta.models.loading import as_classifier
+from mgtta.models.norms import Chosen
 
 GUARDED_GATHER = 16  # images that a guarded method learns from together, at least
 PRECISIONS = ("auto", "fp32", "bf16", "fp8")
@@ -37,6 +40,8 @@ def create(
     pull: float | None = None,
     gather: int | None = None,
     recall: int | None = None,
+    params: Chosen | None = None,
+    norm_types: Sequence[type[nn.Module]] | type[nn.Module] = (),
     settings: str | None = None,
     **given: Any,
 ) -> Adapting:
@@ -59,6 +64,9 @@ def create(
         recall: how many domains' states are kept, to be loaded when the stream returns to one of them.
             Without these three, a recipe has its own: mgtta+ has all of them (no recall over ranks), the others none.
             0 switches one off.
+        params: the parameters that adapt, instead of the method's own choice: names of parameters or modules, patterns
+            such as "blocks.*.norm1.*", or a function that takes the network and returns parameters of it.
+        norm_types: for a plain module, classes of its layers that count as normalisation layers; see load_model.
         settings: the set of the recipe's own settings: "authors", by default, or "mgtta", those in which the MGTTA
             paper ran the method; `deyo@mgtta` as a name is the same.
     """
@@ -81,15 +89,16 @@ def create(
     if process_group is None:
         recall = _option(chosen, "recall", recall)
     with torch.inference_mode(False):
-        method = chosen.build(as_classifier(model), given)
+        method = chosen.build(choosing(as_classifier(model, norm_types), params, chosen), given)
         method.name = chosen.name
         method.max_updates = max_updates
         method.max_seconds = max_seconds
-        _set_pull(method, pull)
+        set_pull(method, pull)
         if process_group is not None:
             method.join(ranks_of(process_group))
             said = repr((chosen.name, max_updates, max_seconds, pull, gather, sorted(given.items())))
-            method.ranks.agree("model, method and settings", [method.fingerprint, method.kind, said])
+            adapted = repr(list(method.adapted))
+            method.ranks.agree("model, method and settings", [method.fingerprint, method.kind, said, adapted])
         _set_engine(method, precision, low_memory)
         method.remember_start()
         return _wrapped(method, gather, schedule, recall, guard)
@@ -130,17 +139,6 @@ def _wrapped(
     if guard:
         wrapped = guarded(wrapped, guard)
     return wrapped
-
-
-def _set_pull(method: Method, pull: float | None) -> None:
-    check_number("pull", pull)
-    if pull is None:
-        return
-    if method.optimizer is None and pull:
-        raise ValueError(f"{method.name} adapts no parameters that pull could draw back to the source: leave pull out")
-    if not pull < 1:
-        raise ValueError(f"pull is a share of the way back to the source: at least 0 and below 1, not {pull}")
-    method.pull = float(pull)
 
 
 def _set_engine(method: Method, precision: str, low_memory: bool) -> None:

@@ -13,7 +13,7 @@ Notation    Ent  entropy of one prediction; Ent_0 = margin * ln C; tau_Ent = ent
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import interpolate
 
 from mgtta.adaptation.method import Method, OptimizerFactory
@@ -38,6 +38,7 @@ PAPER = Paper(
     resnets={"lr": 2.5e-4},
     mgtta={"lr": 5e-4, "entropy_threshold": 0.3, "all_norms": True},
     rate_at=doubled_at_one,
+    passes=(2, 1),
     revision=1,
 )
 class DeYO(Method):
@@ -47,6 +48,7 @@ class DeYO(Method):
     all_norms: the norm layers of the last quarter of the network adapt too.
     """
 
+    changes_images = True
     random: torch.Generator
     shares_batches = True
 
@@ -63,7 +65,7 @@ class DeYO(Method):
         seed: int = 0,
     ):
         super().__init__(model)
-        self.learns(norm_parameters if all_norms else _early, optimizer)
+        self.learns(norm_parameters if all_norms else early_norm_parameters, optimizer)
         self.margin = margin
         self.entropy_threshold = entropy_threshold
         self.plpd_threshold = plpd_threshold
@@ -92,10 +94,6 @@ class DeYO(Method):
         p_shuffled = self.model(shuffled).softmax(-1)
         label = p.argmax(-1, keepdim=True)
         return (p - p_shuffled).gather(1, label)[:, 0]
-
-
-def _early(classifier: nn.Module) -> list[nn.Parameter]:
-    return early_norm_parameters(classifier.get_submodule("net"))
 
 
 def random_orders(n: int, grid: int, random: torch.Generator) -> Tensor:

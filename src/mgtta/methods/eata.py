@@ -51,6 +51,9 @@ class EATA(ETA):
         super().__init__(model, optimizer, margin=margin, redundancy=redundancy)
         self.fisher_weight = fisher_weight
         values = as_fisher(fisher, model.name, self.fingerprint).values
+        unknown = [name for name in self.adapted if name not in values]
+        if unknown:
+            raise ValueError(f"Fisher information is of norm parameters, and {unknown[0]} is none of them: take eta")
         found = [values[name].to(p) for name, p in self.adapted.items()]
         self.importance = nn.ParameterList(nn.Parameter(w, requires_grad=False) for w in found)
 

@@ -39,6 +39,7 @@ PAPER = Paper("Test-Time Model Adaptation with Only Forward Passes", "2404.01650
     needs=[SOURCE, TOKENS],
     code="github.com/mr-eggplant/FOA",
     mgtta={"prompts": 3, "population": 28, "trade_off": 0.4},
+    passes=(28, 0),
 )
 class FOA(Method):
     """Prompts evolved by CMA-ES and activations shifted to the source, for ViTs (Niu et al., ICML 2024).

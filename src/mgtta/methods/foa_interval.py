@@ -19,7 +19,11 @@ from mgtta.models.source import Source
 
 
 @register(
-    "foa_interval", papers=[PAPER], needs=[SOURCE, TOKENS], code="github.com/mr-eggplant/FOA; the interval: paper"
+    "foa_interval",
+    papers=[PAPER],
+    needs=[SOURCE, TOKENS],
+    code="github.com/mr-eggplant/FOA; the interval: paper",
+    passes=(29, 0),
 )
 class FOAInterval(FOA):
     """FOA-I: FOA for single images, which learns from several together (Niu et al., ICML 2024).

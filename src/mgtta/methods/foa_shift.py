@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.step import Pass
-from mgtta.methods._head import check_head, through_head
+from mgtta.methods._head import check_head, linear_centre, through_head
 from mgtta.methods.foa import PAPER
 from mgtta.methods.registry import HEAD, SOURCE, register
 from mgtta.models.classifier import Classifier
@@ -32,9 +32,10 @@ class FOAShift(Method):
         super().__init__(model)
         weight = self.model.head.weight
         self.momentum = momentum
-        self.checked = False
         statistics = as_source(source, model.name, self.fingerprint)
-        self.centre = nn.Parameter(statistics.mean[-1].to(weight), requires_grad=False)  # mu^S
+        self.checked = statistics.head is not None
+        centre = linear_centre(statistics, self.model, "take mgtta+, which re-centres such logits")
+        self.centre = nn.Parameter(centre, requires_grad=False)  # mu^S
         self.register_buffer("mean", torch.empty(0).to(weight))  # mu(t); empty until there is one
 
     def look(self, x: Tensor) -> Pass:
@@ -43,7 +44,7 @@ class FOAShift(Method):
     @torch.no_grad()
     def adapt(self, x: Tensor) -> Pass:
         if not self.checked:
-            check_head(self.model, x, "it needs a head that reads the last norm")
+            check_head(self.model, x, "take neo without source")
             self.checked = True
         logits, e = self.model.embed(x)
         shift = self.shift()

@@ -42,6 +42,7 @@ EPS = 1e-8  # of AdamW
     needs=[GRADIENTS],
     code="github.com/zhangmarvin/memo",
     resnets={"lr": 2.5e-4, "optimizer": "sgd", "weight_decay": 0.0},
+    passes=(66, 64),
 )
 class MEMO(Method):
     """One step for each image on the marginal entropy of its augmentations, then back (Zhang et al., NeurIPS 2022).
@@ -53,6 +54,7 @@ class MEMO(Method):
     prior: how many images the source's statistics of BatchNorm layers count for.
     """
 
+    changes_images = True
     cannot_export = "it adapts to each image and goes back to the source"
     random: torch.Generator
 

@@ -1,8 +1,9 @@
 """MGTTA+: MGTTA with mirrored twins, re-centred predictions, and one setting for every stream. Ours: docs/research.md.
 
-Notation    n images; f (n, d) what the head turns into logits, h = W f + b; mu the source's mean of f
+Notation    n images; f (n, d) what the head reads, which gives the logits h = W f + b; mu the source's mean of f
 A running mean m of f, over about MEMORY_IMAGES images, tells how far the stream's features lie from the source's. Since
-the head is linear, taking the shift back before it is the same as adding W (mu - m) to the logits.
+the head is linear, taking the shift back before it is the same as adding W (mu - m) to the logits. If the logits do not
+come from one linear layer, f is the logits themselves and W is the identity.
 """
 
 import math
@@ -14,34 +15,20 @@ from torch import Tensor, nn
 from mgtta.adaptation.method import OptimizerFactory
 from mgtta.adaptation.step import Pass
 from mgtta.methods._descent import Descent, constant_rate
-from mgtta.methods._head import check_head, through_head
+from mgtta.methods._head import check_head, check_mirrored, through_head
 from mgtta.methods.mgtta import MGTTA
 from mgtta.methods.registry import GENERATOR, SOURCE, register
 from mgtta.models.classifier import Classifier
 from mgtta.models.export import export_net
-from mgtta.models.source import Source
+from mgtta.models.head import LOGITS
+from mgtta.models.source import Source, SourceStatistics
 
 MEMORY_IMAGES = 160  # of the running mean: two batches and a half of 64
+ALIKE = 0.75  # share of clean images predicted alike when mirrored, from which mirror="auto" mirrors: docs/models.md
 PRIOR_IMAGES = 16  # for which the source's mean counts at the start
 OPTIONS = {"pull": 0.05, "gather": 16, "recall": 16}  # one setting for all kinds of stream
 
 
-@register(
-    "plus_sgd",
-    needs=[SOURCE],
-    descent=Descent(0.05, "sgd", momentum=0.0, fixed=True),
-    what="MGTTA+ moved by plain SGD instead of the learned optimizer (ours).",
-    rate_at=constant_rate,
-    options=OPTIONS,
-)
-@register(
-    "plus_adam",
-    needs=[SOURCE],
-    descent=Descent(5e-3, "adam", fixed=True),
-    what="MGTTA+ moved by Adam instead of the learned optimizer (ours).",
-    rate_at=constant_rate,
-    options=OPTIONS,
-)
 @register(
     "mgtta_plus",
     needs=[SOURCE, GENERATOR],
@@ -49,6 +36,7 @@ OPTIONS = {"pull": 0.05, "gather": 16, "recall": 16}  # one setting for all kind
     rate_at=constant_rate,
     options=OPTIONS,
     revision=1,
+    passes=(2, 2),
 )
 class MGTTAPlus(MGTTA):
     """MGTTA+: MGTTA with mirrored twins and re-centred predictions; one setting for every stream (ours).
@@ -57,7 +45,8 @@ class MGTTAPlus(MGTTA):
     docs/research.md says how they were chosen.
 
     recentre: share of the features' shift from the source that is taken back before the head.
-    mirror: False if left and right matter, as for characters; then a step costs what MGTTA's does.
+    mirror: True, False (then a step costs what MGTTA's does), or "auto": True if the source model predicts at least
+    three of four clean images like their mirror images, which `source_statistics` measures.
     decay: the learning rate of step t is lr / sqrt(1 + t / decay); by default it does not fall.
     """
 
@@ -72,15 +61,18 @@ class MGTTAPlus(MGTTA):
         source: Source,
         trade_off: float = 0.8,
         recentre: float = 1.0,
-        mirror: bool = True,
+        mirror: bool | str = "auto",
         decay: float = math.inf,
     ):
         super().__init__(model, optimizer, source=source, trade_off=trade_off, decay=decay)
         self.recentre = recentre
-        self.mirror = mirror
-        self._checked = not recentre
+        self.mirror = _mirrors(mirror, self.source)
+        self._checked = not recentre or self.source.head is not None
+        self._reads_head = bool(recentre) and self.source.head_reads_last_layer is False  # read it, too
+        if self._reads_head:
+            self.model.read_head(self.source.head_layer)
         like = next(iter(self.adapted.values()))
-        self.register_buffer("mean", self.source.to(like).mean[-1].detach().clone())
+        self.register_buffer("mean", self.source.to(like).before_head.detach().clone())
         self.register_buffer("images", torch.zeros((), device=like.device))  # of which the mean is
 
     def views(self, x: Tensor) -> Tensor:
@@ -90,6 +82,7 @@ class MGTTAPlus(MGTTA):
             self._checked = True
         if not self.mirror:
             return x
+        check_mirrored(x)
         x = self.model.pixels(x)
         return torch.cat([x, x.flip(-1)])
 
@@ -100,6 +93,8 @@ class MGTTAPlus(MGTTA):
         return logits.reshape(2, len(logits) // 2, logits.shape[1]).mean(0)
 
     def objective(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
+        if self._reads_head:
+            features = features[:-1]
         if self.mirror and self.ranks.size > 1:  # ranks count images by their logits: one row for each view
             logits = logits.repeat(2, 1)
         return super().objective(logits, features)
@@ -113,13 +108,19 @@ class MGTTAPlus(MGTTA):
 
     def _shift(self, mean: Tensor, every_class: bool = False) -> Tensor:
         """Return what is added to the logits (C,) if the stream's mean is this: recentre * W (mu - m)."""
-        direction = self.source.to(mean).mean[-1] - mean
-        return self.recentre * through_head(self.model, direction, every_class)
+        source = self.source.to(mean)
+        layer = source.head_layer if self._reads_head else None
+        return self.recentre * through_head(self.model, source.before_head - mean, every_class, layer)
 
     def export(self) -> nn.Module:
         """Return a copy of your own module with the adapted weights, and the shift in the bias of its head."""
         if not self.recentre:
             return super().export()
+        if self._reads_head and self.source.head_layer == LOGITS:
+            raise ValueError(
+                f"the logits of {self.model.name} do not come from one linear layer, whose bias could take the shift "
+                "of re-centring: create the method with recentre=0 to export it"
+            )
         shift = self._shift(self.mean, every_class=True)
         return export_net(self.model, self.adapted, statistics=self.statistics, head_shift=shift)
 
@@ -131,8 +132,18 @@ class MGTTAPlus(MGTTA):
 
     def _running(self, f: Tensor) -> tuple[Tensor, Tensor]:
         """Return the running mean (d,) with these features in it, and the number of images that it is of."""
+        f = f.to(self.mean)  # the fast path rounds what the head reads
         mean = self.ranks.mean(f)
         assert mean is not None  # a batch has at least one image, on some rank
         [n] = self.ranks.total([len(f) / (2 if self.mirror else 1)])
         rate = (n / (self.images + PRIOR_IMAGES + n)).clamp(min=n / (MEMORY_IMAGES + n))
         return self.mean.to(f).lerp(mean, rate.to(f)), self.images + n
+
+
+def _mirrors(mirror: bool | str, source: SourceStatistics) -> bool:
+    """Return whether images are mirrored, given the setting."""
+    if isinstance(mirror, bool):
+        return mirror
+    if mirror != "auto":
+        raise ValueError(f'mirror must be True, False or "auto", not {mirror!r}')
+    return source.mirrored is None or source.mirrored >= ALIKE  # unknown in older files: mirror, as before

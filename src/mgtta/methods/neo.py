@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.step import Pass
-from mgtta.methods._head import check_head, through_head
+from mgtta.methods._head import check_head, linear_centre, through_head
 from mgtta.methods.registry import HEAD, Paper, register
 from mgtta.models.classifier import Classifier
 from mgtta.models.export import export_net
@@ -44,9 +44,11 @@ class NEO(Method):
         self.alpha = alpha
         weight = self.model.head.weight
         centre = torch.zeros_like(weight[0])
-        self.checked = source is None
+        self.checked = True
         if source is not None:
-            centre = as_source(source, model.name, self.fingerprint).mean[-1].to(weight)
+            statistics = as_source(source, model.name, self.fingerprint)
+            centre = linear_centre(statistics, self.model, "take neo without source")
+            self.checked = statistics.head is not None
         self.centre = nn.Parameter(centre, requires_grad=False)  # mu, (D,)
         self.register_buffer("mean", torch.zeros_like(weight[0]))  # m, (D,)
         self.images = 0  # of which m is the mean

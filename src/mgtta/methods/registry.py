@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import mgtta.methods
 from mgtta._lib.errors import unknown
-from mgtta.methods._descent import Descent
-from mgtta.methods._recipe import (
+from mgtta.methods._declared import (
     AUTHORS,
     BATCH_NORM,
     FISHER,
@@ -24,8 +23,9 @@ from mgtta.methods._recipe import (
     SOURCE,
     TOKENS,
     Paper,
-    Recipe,
 )
+from mgtta.methods._descent import Descent
+from mgtta.methods._recipe import Recipe
 
 __all__ = [
     "AUTHORS",
@@ -65,7 +65,7 @@ def register(
 
     Args:
         what: one sentence on the recipe; by default the first paragraph of the docstring, the rest being `more`.
-        declared: code, resnets, mgtta, tries, rate_at, options, revision; see Recipe.
+        declared: code, resnets, mgtta, tries, rate_at, options, passes, revision; see Recipe.
     """
 
     def registered(make: Make) -> Make:

@@ -33,11 +33,13 @@ PAPER = Paper(
     papers=[PAPER],
     descent=Descent(lr=2.5e-4, nesterov=True),
     code="github.com/mariodoebler/test-time-adaptation",
+    passes=(2, 2),
     revision=1,
 )
 class ROID(Method):
     """Weighted likelihood ratios, weights ensembled with the source, priors corrected (Marsden et al., WACV 2024)."""
 
+    changes_images = True
     cannot_export = "it corrects predictions by the classes of a batch"
     random: torch.Generator
     probs: Tensor

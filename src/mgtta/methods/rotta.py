@@ -38,6 +38,7 @@ PAPER = Paper("Robust Test-Time Adaptation in Dynamic Scenarios", "2303.13899")
     needs=[BATCH_NORM],
     descent=Descent(1e-3, "adam"),
     code="github.com/BIT-DA/RoTTA",
+    passes=(3, 1),
 )
 class RoTTA(Method):
     """A slow teacher, a balanced memory of images and robust BatchNorm statistics (Yuan et al., CVPR 2023).
@@ -49,6 +50,7 @@ class RoTTA(Method):
     lambda_t, lambda_u: weights of age and uncertainty, by which an image leaves the memory.
     """
 
+    changes_images = True
     engine: EagerEngine
     random: torch.Generator
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mgtta.adaptation.method import Method, OptimizerFactory
 from mgtta.adaptation.step import EagerEngine, Pass
@@ -37,6 +37,7 @@ PAPER = Paper("Towards Stable Test-Time Adaptation in Dynamic Wild World", "2302
     resnets={"lr": 2.5e-4},
     mgtta={"lr": 1e-3},
     rate_at=doubled_at_one,
+    passes=(2, 2),
 )
 class SAR(Method):
     """Sharpness-aware entropy minimisation on reliable images, with recovery (Niu et al., ICLR 2023).
@@ -61,7 +62,7 @@ class SAR(Method):
         recovery: float = 0.2,
     ):
         super().__init__(model)
-        self.learns(_early, partial(SAM, base=optimizer, rho=rho))
+        self.learns(early_norm_parameters, partial(SAM, base=optimizer, rho=rho))
         self.margin = margin
         self.recovery = recovery
         self.average: float | None = None  # e_m
@@ -130,7 +131,3 @@ class SAR(Method):
         super().load_own_state(own)
         self.average = own["average"]
         self.recoveries = own["recoveries"]
-
-
-def _early(classifier: nn.Module) -> list[nn.Parameter]:
-    return early_norm_parameters(classifier.get_submodule("net"))

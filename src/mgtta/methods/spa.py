@@ -34,6 +34,7 @@ PAPER = Paper("Self-Bootstrapping for Versatile Test-Time Adaptation", "2504.080
     descent=Descent(lr=0.01),
     code="github.com/mr-eggplant/SPA",
     resnets={"lr": 2.5e-3, "predictor_lr": 0.025, "mask_ratio": 0.1, "noise_ratio": 0.1},
+    passes=(3, 2),
 )
 class SPA(Method):
     """Consistency of an image with its deteriorated twins (Niu et al., ICML 2025).
@@ -41,6 +42,7 @@ class SPA(Method):
     entropy_weight: 0.1 joins it with TENT.
     """
 
+    changes_images = True
     engine: EagerEngine
     random: torch.Generator
     predictor: Tensor

@@ -19,7 +19,15 @@ from mgtta.models.classifier import Classifier
 from mgtta.models.fisher import Fisher, as_fisher
 
 
-@register("spa_eata", papers=[PAPER, ETA_PAPER], needs=[FISHER], descent=Descent(lr=0.01), code=CODE, resnets=RESNETS)
+@register(
+    "spa_eata",
+    papers=[PAPER, ETA_PAPER],
+    needs=[FISHER],
+    descent=Descent(lr=0.01),
+    code=CODE,
+    resnets=RESNETS,
+    passes=(3, 3),
+)
 class SPAEATA(SPAETA):
     """SPA with EATA's entropy and anti-forgetting term (Niu et al., ICML 2025).
 

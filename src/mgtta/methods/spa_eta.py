@@ -28,7 +28,7 @@ CODE = "github.com/mr-eggplant/SPA"
 RESNETS = {"lr": 2.5e-3, "predictor_lr": 0.025, "mask_ratio": 0.1, "noise_ratio": 0.1}  # as in spa.py
 
 
-@register("spa_eta", papers=[PAPER, ETA_PAPER], descent=Descent(lr=0.01), code=CODE, resnets=RESNETS)
+@register("spa_eta", papers=[PAPER, ETA_PAPER], descent=Descent(lr=0.01), code=CODE, resnets=RESNETS, passes=(3, 3))
 class SPAETA(SPA):
     """SPA with ETA's entropy of reliable, non-redundant images (Niu et al., ICML 2025).
 

@@ -22,8 +22,9 @@ from mgtta.adaptation.method import Method
 from mgtta.adaptation.step import Pass
 from mgtta.losses import entropy
 from mgtta.methods.registry import HEAD, Paper, register
-from mgtta.models.classifier import Classifier, linear_head
+from mgtta.models.classifier import Classifier
 from mgtta.models.export import export_net
+from mgtta.models.head import linear_head
 
 PAPER = Paper("Test-Time Classifier Adjustment Module for Model-Agnostic Domain Generalization")
 

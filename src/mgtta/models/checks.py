@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 REFUSAL = re.compile("shape|size|dimension|channels|Expected")  # a network's own words about images that do not fit
+IMAGE_AXES = 4  # (N, channels, height, width)
 LOOKS = 3  # batches whose values are looked at: to look at a GPU's values waits for the GPU
 MARGIN = 0.25  # by which noise or resampling may push float images out of [0, 1]
 SUM_TOLERANCE = 0.01  # of probabilities in bfloat16

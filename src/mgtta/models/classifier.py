@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from mgtta._lib.files import fingerprint
 from mgtta.models.checks import FirstBatches, check_images, check_logits, refused
-from mgtta.models.features import TapReader, feature_taps
-from mgtta.models.norms import batch_norms
+from mgtta.models.features import Tap, TapReader, feature_taps
+from mgtta.models.head import HeadTap, head_layer, linear_head, logits_of
+from mgtta.models.norms import Chosen, as_norm_types, batch_norms
 from mgtta.models.statistics import use_batch_statistics, use_running_statistics
+
+SAME = 1e-5  # largest difference of features that were pooled in another order, as a share of the largest value
 
 
 class Classifier(nn.Module):
@@ -24,13 +27,17 @@ class Classifier(nn.Module):
 
     Attributes:
         normalised: images come already normalised, so nothing is applied to them.
+        size: what `input_size` returns; None: what the network tells.
         takes_empty: whether a batch of no images returns no logits (a rank's share of a small batch) or is refused.
         image_dtype: in which images are normalised; None: the dtype of the weights.
+        norm_types: classes of a user's own that count as normalisation layers.
+        adapts: the parameters that adapt, if a user chose them; see `mgtta.create`.
         full_precision: name in the network -> float32 value on the CPU, of weights that were rounded to bfloat16.
     """
 
     takes_empty = False
     image_dtype: torch.dtype | None = None
+    adapts: Chosen | None = None
     mean: Tensor | None
     std: Tensor | None
     classes: Tensor | None
@@ -44,6 +51,8 @@ class Classifier(nn.Module):
         std: Sequence[float] | None = None,
         classes: Sequence[int] | None = None,
         normalised: bool = False,
+        size: tuple[int, float] | None = None,
+        norm_types: Sequence[type[nn.Module]] | type[nn.Module] = (),
     ):
         super().__init__()
         if (mean is None) != (std is None):
@@ -53,6 +62,8 @@ class Classifier(nn.Module):
         self.net = net
         self.name = name or type(net).__name__
         self.normalised = normalised
+        self.size = size
+        self.norm_types = as_norm_types(norm_types)
         self.register_buffer("mean", _per_channel(mean))
         self.register_buffer("std", _per_channel(std))
         self.register_buffer("classes", None)
@@ -60,7 +71,7 @@ class Classifier(nn.Module):
         if classes is not None:
             self.classes = _class_index(classes, net)
             self._last_class = int(self.classes.max())
-        self._taps = feature_taps(net)
+        self._taps: list[Tap | HeadTap] = [*feature_taps(net, self.norm_types)]
         self._uses_batch_statistics = False
         self._first_batches = FirstBatches()
         self.full_precision: dict[str, Tensor] = {}
@@ -77,10 +88,14 @@ class Classifier(nn.Module):
             raise _too_few_classes(self._last_class, logits.shape[1])
         return logits[:, self.classes]
 
-    def features(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the logits, and the pooled features (N, d_i) of each layer i, from one forward pass."""
+    def features(self, x: Tensor, *more: HeadTap) -> tuple[Tensor, list[Tensor]]:
+        """Return the logits, and the pooled features (N, d_i) of each layer i, from one forward pass.
+
+        Args:
+            more: what else is read in this pass; it comes after the layers' features.
+        """
         x = self.pixels(x)
-        reader = self.reader()
+        reader = TapReader(self.net, [*self._taps, *more], self.name)
         reader.images = len(x) or 1
         try:
             logits = self(x)
@@ -90,6 +105,26 @@ class Classifier(nn.Module):
         if len(x) == 0:
             features = [f[:0] for f in features]
         return logits, features
+
+    def head_layer(self, x: Tensor) -> str:
+        """Return the name of the linear layer that gives the logits of x; "" if no single linear layer does."""
+        return head_layer(self.net, lambda: self._all_logits(x))
+
+    def is_last_layer(self, last: Tensor, read: Tensor) -> bool:
+        """Return whether what the head reads (N, d) are the last layer's features, which `features` returned."""
+        tap = self._taps[-1]
+        if not isinstance(tap, Tap) or tap.at_input or last.shape != read.shape or not read.any():
+            return False
+        return bool((last - read).abs().max() <= SAME * read.abs().max())
+
+    def read_head(self, layer: str) -> None:
+        """Let `features` return, after the layers' features, what this head reads (see `head_layer`)."""
+        self._taps.append(HeadTap(layer))
+
+    @property
+    def reads_head(self) -> bool:
+        """True after `read_head`."""
+        return isinstance(self._taps[-1], HeadTap)
 
     def reader(self) -> TapReader:
         """Return a reader of the layers' features, which reads every forward pass until it is removed."""
@@ -120,11 +155,16 @@ class Classifier(nn.Module):
     @property
     def input_size(self) -> tuple[int, float]:
         """The side in pixels of the images it was trained on, and the share of an image that the centre crop keeps."""
+        if self.size is not None:
+            return self.size
         config = getattr(self.net, "pretrained_cfg", None) or {}
         crop = config.get("crop_pct") or 0.875
         patches = getattr(getattr(self.net, "patch_embed", None), "img_size", None)
         if patches:
             return patches[0], crop
+        huggingface = getattr(getattr(self.net, "config", None), "image_size", None)
+        if isinstance(huggingface, int):
+            return huggingface, crop
         shape = config.get("input_size") or (3, 224, 224)
         return shape[-1], crop
 
@@ -193,24 +233,12 @@ class Classifier(nn.Module):
 
     def _run(self, x: Tensor) -> Tensor:
         try:
-            return self.net(x)
+            return logits_of(self.net(x))
         except (AssertionError, ValueError, RuntimeError) as error:  # timm refuses a size with an assertion
             better = refused(error, x, self.name)
             if better is None:
                 raise
             raise better from error
-
-
-def linear_head(net: nn.Module, name: str) -> nn.Linear:
-    """Return the network's linear head: timm's `get_classifier()`, or the last linear layer."""
-    modules = list(net.modules())
-    get_classifier = getattr(net, "get_classifier", None)
-    if get_classifier is not None:
-        modules.append(get_classifier())
-    for module in reversed(modules):
-        if isinstance(module, nn.Linear):
-            return module
-    raise ValueError(f"{name} has no linear head, and this method needs one")
 
 
 def _per_channel(values: Sequence[float] | None) -> Tensor | None:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from mgtta.models.classifier import Classifier, linear_head
+from mgtta.models.classifier import Classifier
+from mgtta.models.head import linear_head
 from mgtta.models.hooks import remove_own_hooks
 from mgtta.models.statistics import StreamStatistics, use_running_statistics
 

@@ -9,7 +9,8 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mgtta.models.norms import CHANNELS_FIRST, dotted, norm_layers
+from mgtta.models.head import HeadTap
+from mgtta.models.norms import NormTypes, channels_first, dotted, norm_layers
 
 
 class Tap:
@@ -25,7 +26,8 @@ class Tap:
         self.class_token = class_token
         self.prefix_tokens = prefix_tokens
         several_axes = isinstance(layer, nn.LayerNorm) and len(layer.normalized_shape) > 1
-        self.channels_last = not isinstance(layer, CHANNELS_FIRST) and not several_axes
+        self.channels_last = not channels_first(layer) and not several_axes
+        self.width = max(p.numel() for p in layer.parameters(recurse=False))
 
     def features(self, inputs: tuple[Tensor, ...], output: Tensor, n: int) -> Tensor:
         """Return the features (N, d) of n images, from the layer's inputs and its output."""
@@ -38,7 +40,8 @@ class Tap:
 
         The first axis may have several windows of each image.
         """
-        if not self.channels_last and t.ndim > 2:
+        elsewhere = t.shape[-1] != self.width and t.shape[1] == self.width  # a layer of a user's own class
+        if (elsewhere or not self.channels_last) and t.ndim > 2:
             t = t.flatten(2).transpose(1, 2)  # (N, d, H, W) -> (N, HW, d)
         elif t.ndim == 3 and t.shape[0] % n and t.shape[1] == n:
             t = t.transpose(0, 1)  # (L, N, d) -> (N, L, d)
@@ -57,7 +60,7 @@ class TapReader:
         images: number of images of the next pass; set it before the pass.
     """
 
-    def __init__(self, net: nn.Module, taps: Sequence[Tap], name: str):
+    def __init__(self, net: nn.Module, taps: Sequence[Tap | HeadTap], name: str):
         self.taps = taps
         self.name = name
         self.images = 1
@@ -67,7 +70,7 @@ class TapReader:
             for tap in taps
         ]
 
-    def _read(self, tap: Tap, _layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def _read(self, tap: Tap | HeadTap, _layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         self.found[tap.name] = tap.features(inputs, output, self.images)
 
     def take(self) -> list[Tensor]:
@@ -84,14 +87,14 @@ class TapReader:
             handle.remove()
 
 
-def feature_taps(net: nn.Module) -> list[Tap]:
+def feature_taps(net: nn.Module, norm_types: NormTypes = ()) -> list[Tap]:
     """Return where features are read, in module order.
 
     In a transformer, at the first norm of every block except the first block, and at the final norm: the paper's
     layers. In any other network, at every normalisation layer. A transformer is a module that has `blocks`, each with a
     `norm1`, and a final `norm` or `fc_norm`; it may be part of a larger module.
     """
-    layers = norm_layers(net)
+    layers = norm_layers(net, norm_types)
     for prefix, module in net.named_modules():
         blocks = getattr(module, "blocks", None)
         if not isinstance(blocks, nn.ModuleList | nn.Sequential):

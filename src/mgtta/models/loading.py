@@ -2,8 +2,10 @@
 
 import copy
 import difflib
+import importlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,14 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from mgtta._lib.files import read_tensors, read_weights
+from mgtta._lib.files import read_tensors
 from mgtta._lib.shipped import shipped
+from mgtta._lib.shrunk import widened
 from mgtta._lib.timm import timm
+from mgtta.models import architectures  # noqa: F401  (adds names to timm's)
 from mgtta.models.checks import one_logit
 from mgtta.models.classifier import Classifier
+from mgtta.models.norms import as_norm_types
+from mgtta.models.processor import preprocessing
+from mgtta.models.weights import load_weights
 
-WRAPPERS = ("state_dict", "model", "model_state_dict")  # where a foreign checkpoint may keep its weights
-PREFIXES = ("module.", "_orig_mod.")  # what DataParallel and torch.compile put before every name
+BUILDER = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # package.module:build; timm's own hf-hub:owner/name differs
 
 
 def load_model(
@@ -30,12 +36,16 @@ def load_model(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     normalised: bool = False,
+    processor: Any = None,
+    norm_types: Sequence[type[nn.Module]] | type[nn.Module] = (),
     **timm_arguments: Any,
 ) -> Classifier:
     """Return the Classifier of a timm name or of a copy of your own module, in evaluation mode.
 
-    "glyphs_vit" and "glyphs_plain" are small ViTs that come with the package, for mgtta.data.glyphs. A module that
-    torch.compile has wrapped is unwrapped.
+    "glyphs_vit" and "glyphs_plain" are small ViTs that come with the package, for mgtta.data.glyphs.
+    "package.module:build" calls your own function without arguments, which returns a module or a Classifier. A module
+    that torch.compile has wrapped is unwrapped. Outputs with `logits`, as those of Hugging Face, and tuples that start
+    with logits are unwrapped, too.
 
     Args:
         checkpoint: safetensors, or a torch file of plain tensors; loaded strictly. Without it a timm name gets timm's
@@ -43,38 +53,35 @@ def load_model(
         classes: indices of the classes to score; logits of other classes are dropped before any other step.
         mean, std: the input normalisation; by default the timm model's own, and none for another module.
         normalised: your images are already normalised, so the model applies no mean and std.
+        processor: a Hugging Face image processor, its configuration or its file: normalisation and size come from it.
+        norm_types: classes of your own layers that count as normalisation layers.
         timm_arguments: passed to `timm.create_model`, such as `num_classes` or `img_size`.
     """
-    is_timm_name = isinstance(name_or_module, str) and name_or_module not in shipped("models")
-    only_for_timm = list(timm_arguments)
-    if pretrained is not None:
-        only_for_timm.append("pretrained")
-    if only_for_timm and not is_timm_name:
-        raise ValueError(f"{', '.join(only_for_timm)}: only for a timm name, not for a module that exists already")
-    if isinstance(name_or_module, nn.Module):
-        net = _copy(name_or_module)
-        name = (getattr(net, "pretrained_cfg", None) or {}).get("architecture") or type(net).__name__
-    elif not isinstance(name_or_module, str):
-        raise TypeError(f"a timm name or an nn.Module is needed, not {type(name_or_module).__name__}")
-    elif is_timm_name:
-        name = name_or_module
-        wants_pretrained = checkpoint is None if pretrained is None else pretrained
-        net = _create(name, wants_pretrained, timm_arguments)
+    net, name = _net(name_or_module, checkpoint, pretrained, timm_arguments)
+    given = {"mean": mean, "std": std, "normalised": normalised, "processor": processor}
+    if isinstance(net, Classifier):
+        own = _settings_of(net, name_or_module, given)
+        net = net.net
     else:
-        name = name_or_module
-        net = _shipped(name)
+        own = _settings(net, name, given)
     _check_classes(net, name)
     if checkpoint is not None:
-        _load_weights(net, checkpoint)
-    if mean is None and std is None and not normalised:
-        mean, std = _normalisation(net, name)
-    return Classifier(net, name=name, mean=mean, std=std, classes=classes, normalised=normalised)
+        load_weights(net, checkpoint)
+    if classes is not None:
+        own["classes"] = classes
+    if norm_types:
+        own["norm_types"] = norm_types
+    return Classifier(net, name=name, **own)
 
 
-def as_classifier(model: nn.Module) -> Classifier:
+def as_classifier(model: nn.Module, norm_types: Sequence[type[nn.Module]] | type[nn.Module] = ()) -> Classifier:
     """Return the model itself, or, for a plain module, its Classifier."""
     model = _without_compile(model)
-    return model if isinstance(model, Classifier) else load_model(model)
+    if not isinstance(model, Classifier):
+        return load_model(model, norm_types=norm_types)
+    if norm_types and as_norm_types(norm_types) != model.norm_types:
+        raise ValueError("give norm_types to mgtta.load_model, so that source statistics read the same layers")
+    return model
 
 
 def _without_compile(module: nn.Module) -> nn.Module:
@@ -122,9 +129,94 @@ def _check_classes(net: nn.Module, name: str) -> None:
 def _shipped(name: str) -> nn.Module:
     tensors, metadata = read_tensors(shipped("models")[name])
     net = vision_transformer(**json.loads(metadata["model"]))
-    net.load_state_dict({key: t.float() for key, t in tensors.items()})
+    net.load_state_dict(widened(tensors))
     net.pretrained_cfg = json.loads(metadata["normalisation"])
     return net
+
+
+def _net(
+    name_or_module: str | nn.Module,
+    checkpoint: str | os.PathLike | None,
+    pretrained: bool | None,
+    timm_arguments: dict[str, Any],
+) -> tuple[nn.Module, str]:
+    """Return the network, or the Classifier that a user's function built, and its name."""
+    is_timm_name = isinstance(name_or_module, str) and not (
+        name_or_module in shipped("models") or BUILDER.fullmatch(name_or_module)
+    )
+    only_for_timm = list(timm_arguments)
+    if pretrained is not None:
+        only_for_timm.append("pretrained")
+    if only_for_timm and not is_timm_name:
+        raise ValueError(f"{', '.join(only_for_timm)}: only for a timm name, not for a module that exists already")
+    if isinstance(name_or_module, nn.Module):
+        net = _copy(name_or_module)
+        return net, _name_of(net)
+    if not isinstance(name_or_module, str):
+        raise TypeError(f"a timm name or an nn.Module is needed, not {type(name_or_module).__name__}")
+    if is_timm_name:
+        wants_pretrained = checkpoint is None if pretrained is None else pretrained
+        return _create(name_or_module, wants_pretrained, timm_arguments), name_or_module
+    if name_or_module in shipped("models"):
+        return _shipped(name_or_module), name_or_module
+    net = _built(name_or_module)
+    return net, _name_of(net)
+
+
+def _name_of(net: nn.Module) -> str:
+    """Return a Classifier's name, timm's name of the architecture, or the name of the class."""
+    if isinstance(net, Classifier):
+        return net.name
+    return (getattr(net, "pretrained_cfg", None) or {}).get("architecture") or type(net).__name__
+
+
+def _built(name: str) -> nn.Module:
+    """Return what the function of "package.module:build" returns: a module, or a Classifier."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        build = getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the user's module is there, and imports another that is not
+        raise ValueError(f"{name}: Python finds no module {error.name!r}: run the command where it lies") from error
+    except AttributeError as error:
+        raise ValueError(f"{name}: the module {module_name} has no {attribute!r}") from error
+    net = _without_compile(build())
+    if not isinstance(net, nn.Module):
+        raise TypeError(f"{name} returned a {type(net).__name__}; an nn.Module or a Classifier is needed")
+    return net
+
+
+def _settings_of(built: Classifier, name: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a Classifier that a user's function built."""
+    twice = [key for key, value in given.items() if value is not None and value is not False]
+    if twice:
+        raise ValueError(f"{name} returned a Classifier, which has its own settings: leave out {', '.join(twice)}")
+    return {
+        "mean": None if built.mean is None else built.mean.flatten().tolist(),
+        "std": None if built.std is None else built.std.flatten().tolist(),
+        "classes": None if built.classes is None else built.classes.tolist(),
+        "normalised": built.normalised,
+        "size": built.size,
+        "norm_types": built.norm_types,
+    }
+
+
+def _settings(net: nn.Module, name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return normalisation and size: those that were given, then the processor's, then the network's own."""
+    mean = given["mean"]
+    std = given["std"]
+    size = None
+    unknown = mean is None and std is None and not given["normalised"]
+    if given["processor"] is not None:
+        found = preprocessing(given["processor"])
+        size = found.size
+        if unknown:
+            mean = found.mean
+            std = found.std
+    elif unknown:
+        mean, std = _normalisation(net, name)
+    return {"mean": mean, "std": std, "normalised": given["normalised"], "size": size}
 
 
 def _normalisation(net: nn.Module, name: str) -> tuple[Sequence[float] | None, Sequence[float] | None]:
@@ -158,51 +250,3 @@ def _create(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module
             f"the pretrained weights of {name} could not be downloaded ({type(error).__name__}: {error}); give a local "
             "file with checkpoint=..., or pretrained=False for random weights"
         ) from error
-
-
-def _load_weights(net: nn.Module, checkpoint: str | os.PathLike) -> None:
-    """Load the weights of a checkpoint strictly."""
-    own = net.state_dict()
-    state = _unwrapped(read_weights(checkpoint), own)
-    problems = _differences(state, own)
-    if problems:
-        raise ValueError(
-            f"{checkpoint} does not fit {type(net).__name__} ({'; '.join(problems)}): name the architecture it was "
-            "made for, and num_classes=... where its head has another size"
-        )
-    net.load_state_dict(state)
-
-
-def _unwrapped(state: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return the weights inside a foreign checkpoint, by the network's own names."""
-    for wrapper in WRAPPERS:
-        if isinstance(state.get(wrapper), dict):
-            state = state[wrapper]
-    for prefix in PREFIXES:
-        if all(name.startswith(prefix) for name in state) and not all(name.startswith(prefix) for name in own):
-            state = {name.removeprefix(prefix): value for name, value in state.items()}
-    return state
-
-
-def _differences(state: dict[str, Any], own: dict[str, Any]) -> list[str]:
-    """Return what keeps a state from being loaded; an empty list if nothing does."""
-    problems = []
-    missing = sorted(own.keys() - state.keys())
-    if missing:
-        problems.append(f"missing: {_first_names(missing)}")
-    extra = sorted(state.keys() - own.keys())
-    if extra:
-        problems.append(f"unknown: {_first_names(extra)}")
-    common = sorted(own.keys() & state.keys())
-    wrong = [name for name in common if own[name].shape != getattr(state[name], "shape", None)]
-    for name in wrong[:3]:
-        found = tuple(getattr(state[name], "shape", ()))
-        problems.append(f"{name} is {found}, the model's is {tuple(own[name].shape)}")
-    return problems
-
-
-def _first_names(names: Sequence[str]) -> str:
-    text = ", ".join(names[:3])
-    if len(names) > 3:
-        text += f" and {len(names) - 3} more"
-    return text

@@ -1,6 +1,9 @@
-"""Which parameters adapt: the affine parameters of the normalisation layers (theta in the paper)."""
+"""Which parameters adapt: the affine parameters of the normalisation layers (theta in the paper), or chosen ones."""
 
 import re
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -25,18 +28,38 @@ CHANNELS_LAST: tuple[type[nn.Module], ...] = (  # (N, ..., channels)
     *_timm_norms("(Rms|Simple)Norm(Act)?(Fp32)?"),
 )
 
+NormTypes = tuple[type[nn.Module], ...]
+Chosen = str | Sequence[str] | Callable[[nn.Module], Iterable[nn.Parameter]]
 
-def norm_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return name -> normalisation layer, for every one that has affine parameters, in module order."""
+
+def channels_first(layer: nn.Module) -> bool:
+    """Return whether a norm layer takes (N, channels, ...), not (N, ..., channels).
+
+    The LayerNorm of ConvNeXt has both forms. In torchvision the first is a class LayerNorm2d; in Hugging Face, as in
+    the authors' code, `data_format` tells.
+    """
+    if isinstance(layer, CHANNELS_FIRST) or type(layer).__name__.endswith("2d"):
+        return True
+    return getattr(layer, "data_format", None) == "channels_first"
+
+
+def norm_layers(model: nn.Module, norm_types: NormTypes = ()) -> dict[str, nn.Module]:
+    """Return name -> normalisation layer, for every one that has affine parameters, in module order.
+
+    Args:
+        norm_types: classes of your own that count as normalisation layers, besides those that a Classifier has.
+    """
+    known = (*CHANNELS_FIRST, *CHANNELS_LAST, *norm_types, *getattr(model, "norm_types", ()))
     layers = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, CHANNELS_FIRST + CHANNELS_LAST) and any(True for _ in module.parameters(recurse=False))
+        if isinstance(module, known) and any(True for _ in module.parameters(recurse=False))
     }
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no normalisation layer with affine parameters "
-            "(LayerNorm, GroupNorm, BatchNorm, InstanceNorm or RMSNorm), so there is nothing to adapt"
+            "(LayerNorm, GroupNorm, BatchNorm, InstanceNorm or RMSNorm), so there is nothing to adapt; if it has a "
+            "class of its own for them, give mgtta.load_model(..., norm_types=[THE_CLASS])"
         )
     return layers
 
@@ -45,6 +68,49 @@ def norm_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the affine parameters of every normalisation layer, in module order."""
     found = {id(p): p for layer in norm_layers(model).values() for p in layer.parameters(recurse=False)}
     return list(found.values())  # a weight that two layers share counts once
+
+
+def chosen_parameters(net: nn.Module, chosen: Chosen) -> list[nn.Parameter]:
+    """Return the parameters that a user chose, in the network's order.
+
+    Args:
+        chosen: names of parameters or modules, patterns such as "blocks.*.norm1.*", both also as one text with commas;
+            or a function that takes the network and returns parameters of it.
+    """
+    own = dict(net.named_parameters())
+    if callable(chosen):
+        wanted = {id(p) for p in chosen(net)}
+        if not wanted <= {id(p) for p in own.values()}:
+            raise ValueError("the function of params= must return parameters of the network that it was given")
+    else:
+        wanted = {id(own[name]) for pattern in _patterns(chosen) for name in _matches(pattern, own)}
+    if not wanted:
+        raise ValueError("params= chooses no parameter: give names, patterns such as 'blocks.*.norm1.*' or a function")
+    return [p for p in own.values() if id(p) in wanted]
+
+
+def _patterns(chosen: Any) -> list[str]:
+    patterns = chosen.split(",") if isinstance(chosen, str) else list(chosen)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"params must be names, patterns or a function, not {chosen!r}")
+    return [pattern.strip() for pattern in patterns]
+
+
+def _matches(pattern: str, own: Iterable[str]) -> list[str]:
+    """Return the names that a pattern matches; it may name a whole module. One that matches nothing is an error."""
+    found = [name for name in own if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
+    if not found:
+        raise ValueError(f"params: no parameter is named {pattern!r}; the names are those of net.named_parameters()")
+    return found
+
+
+def as_norm_types(norm_types: Sequence[type[nn.Module]] | type[nn.Module]) -> NormTypes:
+    """Return the classes as a tuple; one class may stand by itself."""
+    classes = (norm_types,) if isinstance(norm_types, type) else tuple(norm_types)
+    for found in classes:
+        if not isinstance(found, type) or not issubclass(found, nn.Module):
+            raise TypeError(f"norm_types are classes of nn.Module, not {found!r}")
+    return classes
 
 
 def early_norm_parameters(net: nn.Module) -> list[nn.Parameter]:
@@ -66,9 +132,9 @@ def early_norm_parameters(net: nn.Module) -> list[nn.Parameter]:
 
 
 def blocks_of(net: nn.Module) -> list[str]:
-    """Return the names of the blocks or stages, in order: `blocks`, `stages`, `layers`, or `layer1`, `layer2`, ..."""
+    """Return the names of the blocks or stages, in order: `blocks`, `stages`, `layers`, `layer`, or `layer1`, ..."""
     for prefix, module in net.named_modules():
-        for name in ("blocks", "stages", "layers"):
+        for name in ("blocks", "stages", "layers", "layer"):
             container = getattr(module, name, None)
             if isinstance(container, nn.ModuleList | nn.Sequential) and len(container) > 1:
                 return [dotted(prefix, name, child) for child, _ in container.named_children()]

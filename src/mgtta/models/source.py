@@ -1,4 +1,7 @@
-"""Source statistics: mean and standard deviation of each layer's features on clean images (Eq. 7)."""
+"""Source statistics: mean and standard deviation of each layer's features on clean images (Eq. 7).
+
+Beside them: the mean of what the head reads, and how many clean images the model predicts alike when they are mirrored.
+"""
 
 import json
 import os
@@ -12,31 +15,52 @@ from torch import Tensor, nn
 from mgtta._lib.files import check_kind, check_weights, read_tensors, write_tensors
 from mgtta._lib.shipped import shipped
 from mgtta.models.batches import image_batches
+from mgtta.models.checks import IMAGE_AXES
 from mgtta.models.classifier import Classifier
+from mgtta.models.head import LOGITS, HeadTap
 from mgtta.models.loading import as_classifier
 
 KIND = "mgtta source statistics"
-VERSION = 1
+VERSION = 2  # 1: without `head`, `head_layer` and `mirrored`
 LARGEST_VALUE = 20  # of a clean image, also of a normalised one
+MIRRORED_IMAGES = 512  # of which mirror images are predicted: their share has a standard error of at most 2 %
 
 
 @dataclass(frozen=True)
 class SourceStatistics:
-    """Mean and standard deviation of the features of each layer i, both (d_i,), and of which model they are."""
+    """Mean and standard deviation of the features of each layer i, both (d_i,), and of which model they are.
+
+    Attributes:
+        head: mean (d,) of what the head reads; None in older files.
+        head_layer: name of the linear layer that gives the logits; "" if there is none: then `head` is of the logits.
+        head_reads_last_layer: whether what the head reads are the last layer's features; None in older files.
+        mirrored: share of clean images that are predicted alike when mirrored; 0 if the inputs are not images, None in
+            older files.
+    """
 
     mean: list[Tensor]
     std: list[Tensor]
     images: int
     model: str
     fingerprint: str
+    head: Tensor | None = None
+    head_layer: str = LOGITS
+    head_reads_last_layer: bool | None = None
+    mirrored: float | None = None
+
+    @property
+    def before_head(self) -> Tensor:
+        """The mean of what the head reads; in old files, the last layer's, which is the same for many ViTs."""
+        return self.mean[-1] if self.head is None else self.head
 
     def to(self, like: Tensor) -> "SourceStatistics":
         """Return the same statistics on another tensor's device and in its dtype; itself if nothing changes."""
         mean = [t.to(like.device, like.dtype) for t in self.mean]
         std = [t.to(like.device, like.dtype) for t in self.std]
-        if all(new is old for new, old in zip(mean + std, self.mean + self.std, strict=True)):
+        head = None if self.head is None else self.head.to(like.device, like.dtype)
+        if head is self.head and all(new is old for new, old in zip(mean + std, self.mean + self.std, strict=True)):
             return self
-        return replace(self, mean=mean, std=std)
+        return replace(self, mean=mean, std=std, head=head)
 
     def check(self, model: str, fingerprint: str) -> None:
         """Raise an error unless they were taken from the model of this name and fingerprint."""
@@ -56,21 +80,56 @@ def source_statistics(
     model = as_classifier(model)
     count = 0
     sums: list[_Sums] = []
+    alike = _Alike()
+    layer = LOGITS
+    same = False
     for x in image_batches(clean_images, batch_size):
-        if x.is_floating_point() and not (x.isfinite().all() and x.abs().max() < LARGEST_VALUE):
-            raise ValueError("clean images must be finite; give uint8 pixels, or floats in [0, 1]")
-        _, features = model.features(x)
+        _check(x)
+        if not sums:
+            layer = model.head_layer(x[:2])
+        logits, features = model.features(x, HeadTap(layer))
         if not sums:
             sums = [_Sums(f.double()) for f in features]
+            same = model.is_last_layer(features[-2], features[-1])
         for total, f in zip(sums, features, strict=True):
             total.add(f.double())
+        alike.add(model, x, logits)
         count += len(x)
     if count < 2:
         raise ValueError(f"{count} clean images: a standard deviation needs at least 2, and 64 are enough")
     dtype = next(model.parameters()).dtype
-    mean = [total.mean(count).to(dtype) for total in sums]
-    std = [total.std(count).to(dtype) for total in sums]
-    return SourceStatistics(mean, std, count, model.name, model.fingerprint())
+    *mean, head = [total.mean(count).to(dtype) for total in sums]
+    std = [total.std(count).to(dtype) for total in sums[:-1]]
+    return SourceStatistics(mean, std, count, model.name, model.fingerprint(), head, layer, same, alike.share())
+
+
+def _check(x: Tensor) -> None:
+    """Raise an error unless the values are finite, and those of images small."""
+    if not x.is_floating_point():
+        return
+    if not x.isfinite().all() or (x.ndim == IMAGE_AXES and x.abs().max() >= LARGEST_VALUE):
+        raise ValueError("clean images must be finite; give uint8 pixels, or floats in [0, 1]")
+
+
+class _Alike:
+    """Counts the images whose mirror image is predicted alike, among the first MIRRORED_IMAGES."""
+
+    def __init__(self) -> None:
+        self.images = 0
+        self.count = 0
+
+    def add(self, model: Classifier, x: Tensor, logits: Tensor) -> None:
+        """Count images x, of which these are the logits; other inputs than images count as not alike."""
+        n = min(len(x), MIRRORED_IMAGES - self.images)
+        if n == 0:
+            return
+        self.images += n
+        if x.ndim == IMAGE_AXES:
+            mirrored = model(x[:n].flip(-1))
+            self.count += int((mirrored.argmax(1) == logits[:n].argmax(1)).sum())
+
+    def share(self) -> float:
+        return self.count / self.images
 
 
 class _Sums:
@@ -97,11 +156,16 @@ def save_source(source: SourceStatistics, path: str | os.PathLike) -> None:
     """Write the statistics to a safetensors file."""
     tensors = {f"mean.{i}": t for i, t in enumerate(source.mean)}
     tensors |= {f"std.{i}": t for i, t in enumerate(source.std)}
-    about = {
+    about: dict[str, Any] = {
         "images": source.images,
         "model": source.model,
         "fingerprint": source.fingerprint,
+        "mirrored": source.mirrored,
     }
+    if source.head is not None:
+        tensors["head"] = source.head
+        about["head_layer"] = source.head_layer
+        about["head_reads_last_layer"] = source.head_reads_last_layer
     write_tensors(path, tensors, {"kind": KIND, "version": str(VERSION), "about": json.dumps(about)})
 
 
@@ -112,10 +176,11 @@ def load_source(name_or_path: str | os.PathLike) -> SourceStatistics:
     check_kind(metadata, KIND, VERSION, path, "make them with mgtta.source_statistics")
     try:
         about = json.loads(metadata["about"])
+        head = tensors.pop("head", None)
         n = len(tensors) // 2
         mean = [tensors[f"mean.{i}"] for i in range(n)]
         std = [tensors[f"std.{i}"] for i in range(n)]
-        return SourceStatistics(mean, std, **about)
+        return SourceStatistics(mean, std, head=head, **about)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: damaged source statistics ({error}); make them again") from error
 

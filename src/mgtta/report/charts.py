@@ -1,62 +1,51 @@
-"""A section's charts: plain dicts of Plotly's schema, drawn by page.js, which adds the colours of light and dark."""
+"""A section's charts as plain data, which draw.js draws as SVG.
 
-import html
-import statistics
-from collections import Counter
+A chart has a title, axes and views (name -> series), among which the page's menu chooses if there are several. A series
+has a look: `best`, `second` and `still` are coloured, `other` is grey.
+"""
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mgtta.report.gains import best_first, still
+from mgtta.report.streams import by_round, is_streams
 from mgtta.report.summary import MEAN, Figure, Record, Section, as_number, label, milliseconds, unique
 
-Style = dict[str, dict[str, Any]]
+Series = dict[str, Any]
+Chart = dict[str, Any]
 
-POINTS = 200  # most of a curve
+POINTS = 150  # most of a curve
+FEWEST_BATCHES = 5  # of a moving window, where a stream has as many
+WINDOWS = 12  # about as many lie beside each other in a stream
 TICKS = 7  # on a logarithmic axis, about
-# distinct on white and on black, and for most eyes; the two that others are compared with are always the same
-COLOURS = {"noadapt": "#8a8f98", "mgtta": "#d1602a"}
-PALETTE = ("#0a7cc4", "#159d74", "#b7609a", "#a8810c", "#7a6fd0", "#2ba6b8", "#c2475a", "#5f8f2f")
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "hexagon")  # not as many as dashes: more pairs
 
 
-@dataclass(frozen=True)
-class Looks:
-    """A colour for each method, and how many methods had the same before it: they differ in dash and marker."""
-
-    colours: dict[str, str]
-    rounds: dict[str, int]
-
-    @classmethod
-    def of(cls, found: Sequence[Section]) -> "Looks":
-        """Return the looks of all methods of a page: those in most sections come first, and differ by colour."""
-        methods = Counter(m for section in found for m in unique(section.rows.values()) if m not in COLOURS)
-        others = [method for method, _ in methods.most_common()]
-        return cls(
-            {**COLOURS, **{method: PALETTE[i % len(PALETTE)] for i, method in enumerate(others)}},
-            {**dict.fromkeys(COLOURS, 0), **{method: i // len(PALETTE) for i, method in enumerate(others)}},
-        )
-
-    def styles(self, section: Section) -> dict[str, Style]:
-        """Return each row's line and marker; a method's first row looks the same in every section."""
-        styles: dict[str, Style] = {}
-        for row, method in section.rows.items():
-            before = sum(section.rows[other] == method for other in styles)
-            i = self.rounds[method] + before * (1 + max(self.rounds.values()))
-            line = {"color": self.colours[method], "dash": DASHES[i % len(DASHES)], "width": 2}
-            styles[row] = {"line": line, "marker": {"symbol": SYMBOLS[i % len(SYMBOLS)], "size": 7}}
-        return styles
+def looks(section: Section) -> dict[str, str]:
+    """Return each row's look: the best row, MGTTA or else the second best, and NoAdapt stand out."""
+    found = dict.fromkeys(section.rows, "other")
+    base = still(section)
+    if base is not None:
+        found[base] = "still"
+    adapting = [row for row in best_first(section) if section.rows[row] != "noadapt"]
+    first = adapting[:1]
+    paper = [row for row in adapting[1:] if section.rows[row] == "mgtta"]
+    for row in first:
+        found[row] = "best"
+    for row in [*paper, *adapting[1:]][:1]:
+        found[row] = "second"
+    return found
 
 
-def charts(section: Section, looks: Looks) -> dict[str, dict[str, Any]]:
+def charts(section: Section) -> dict[str, Chart]:
     """Return the section's charts by name."""
-    styles = looks.styles(section)
     found = {
-        "axis": _axis_chart(section, styles),
-        "curve": _curve_chart(section, styles),
-        "runtime": _cost_chart(section, styles, RUNTIME, timed(section.shared)),
-        "memory": _cost_chart(section, styles, MEMORY, section.records),
-        "reliability": _reliability_chart(section, styles),
+        "curve": _curve_chart(section),
+        "rounds": _rounds_chart(section),
+        "axis": _axis_chart(section),
+        "reliability": _reliability_chart(section),
+        "runtime": _cost_chart(section, RUNTIME, timed(section.shared)),
+        "memory": _cost_chart(section, MEMORY, section.records),
     }
     return {name: chart for name, chart in found.items() if chart is not None}
 
@@ -70,41 +59,11 @@ class Cost:
     of: Callable[[Sequence[Record]], float | None]
 
 
-def _axis_chart(section: Section, styles: dict[str, Style]) -> dict[str, Any] | None:
-    """Return accuracy by what the experiment varies: budgets, rates, sizes."""
-    if section.axis == "domain":
-        return None
-    traces = []
-    for row, cells in section.figures().items():
-        there = [c for c in section.columns if c in cells and c != "inf"]
-        numeric = all(as_number(c)[0] < float("inf") for c in there)
-        x = list(map(float if numeric else _plain, there))
-        trace = _trace(row, styles[row], x, [cells[c].mean for c in there])
-        if any(cells[c].std is not None for c in there):
-            trace["error_y"] = {"type": "data", "array": [cells[c].std or 0 for c in there], "thickness": 1}
-        traces.append({**trace, "mode": "lines+markers"})
-    if not any(trace["x"] for trace in traces):
-        return None
-    axis: dict[str, Any] = {"title": {"text": section.axis_name}}
-    numbers = sorted({x for trace in traces for x in trace["x"]}, key=str)
-    if all(isinstance(x, float) and x > 0 for x in numbers):
-        ticks = _apart(sorted(numbers))
-        axis |= {"type": "log", "tickvals": ticks, "ticktext": [label(x) for x in ticks]}
-    return _chart(f"Accuracy by {section.axis_name}", traces, axis, "accuracy, %")
+# --- over the stream
 
 
-def _apart(numbers: list[float]) -> list[float]:
-    """Return numbers that leave room for each other on a logarithmic axis."""
-    least = (numbers[-1] / numbers[0]) ** (1 / TICKS)
-    shown = numbers[:1]
-    for x in numbers[1:]:
-        if x >= 0.999 * least * shown[-1]:
-            shown.append(x)
-    return shown
-
-
-def _curve_chart(section: Section, styles: dict[str, Style]) -> dict[str, Any] | None:
-    """Return accuracy over batches so far: the mean over domains and seeds, and each domain for the page's menu."""
+def _curve_chart(section: Section) -> Chart | None:
+    """Return accuracy over the stream: the mean over domains and seeds, and each domain for the page's menu."""
     if section.axis != "domain":
         return None
     several = len(section.domains) > 1
@@ -113,35 +72,34 @@ def _curve_chart(section: Section, styles: dict[str, Style]) -> dict[str, Any] |
     if several and not continual:
         choices |= {domain: {domain} for domain in section.domains}
     views = {}
+    window = 1
     for choice, domains in choices.items():
-        traces = _curves(section, styles, domains, continual)
-        if traces:
-            views[choice] = traces
+        series, batches = _curves(section, domains, continual)
+        if series:
+            window = max(window, window_of(batches))
+            views[choice] = series
     if not views:
         return None
-    first, *others = views.values()
-    axis: dict[str, Any] = {"title": {"text": "batch"}, "tickformat": ",d"}
-    if max(trace["x"][-1] for trace in first) <= 10:
-        axis["dtick"] = 1
-    chart = _chart("Accuracy so far, over batches", first, axis, "accuracy, %")
-    chart["layout"]["hovermode"] = "x unified"
-    if others:
-        chart["views"] = views
-    return chart
+    last = "batch" if window == 1 else f"{window} batches"
+    chart = _chart(f"Accuracy over the stream, of the last {last}", {"title": "batch"}, [])
+    return {**chart, "views": views}
 
 
-def _curves(section: Section, styles: dict[str, Style], domains: set[str], continual: bool) -> list[dict[str, Any]]:
-    traces = []
+def _curves(section: Section, domains: set[str], continual: bool) -> tuple[list[Series], int]:
+    """Return a curve for each row, and the number of batches of the shortest."""
+    look = looks(section)
+    series = []
+    shortest = []
     for row in section.rows:
         mine = [r for r in section.shared if section.names[id(r)] == row]
         chosen = [r for r in mine if r["domain"] in domains and _labelled(r)]
         if continual:  # one long stream a seed
             chosen = [_joined([r for r in chosen if r["seed"] == s]) for s in unique(r["seed"] for r in chosen)]
         if chosen:
-            xs, ys = running_accuracy(chosen)
-            mode = "lines" if len(xs) > 1 else "markers"
-            traces.append({**_trace(row, styles[row], xs, ys), "mode": mode})
-    return traces
+            xs, ys = moving_accuracy(chosen)
+            shortest.append(min(len(r["curve"]) for r in chosen))
+            series.append(_series(row, look[row], xs, ys, dots=len(xs) == 1))
+    return series, min(shortest, default=0)
 
 
 def _labelled(record: Record) -> bool:
@@ -152,22 +110,77 @@ def _joined(records: Sequence[Record]) -> Record:
     return {"curve": [c for r in records for c in r["curve"]], "sizes": [s for r in records for s in r["sizes"]]}
 
 
-def running_accuracy(records: Sequence[Record]) -> tuple[list[int], list[float]]:
-    """Return batch numbers, and the accuracy in percent of all predictions up to each, the mean over records."""
-    curves = []
-    for record in records:
-        hits = 0
-        seen = 0
-        curve = []
-        for right, size in zip(record["curve"], record["sizes"], strict=True):
-            hits += right
-            seen += size
-            curve.append(100 * hits / seen)
-        curves.append(curve)
-    length = min(map(len, curves))
-    step = -(-length // POINTS)
-    chosen = sorted({*range(0, length, step), length - 1})
-    return [i + 1 for i in chosen], [round(statistics.mean(c[i] for c in curves), 2) for i in chosen]
+def window_of(batches: int) -> int:
+    """Return how many batches a moving window has."""
+    return max(1, min(batches, max(FEWEST_BATCHES, batches // WINDOWS)))
+
+
+def moving_accuracy(records: Sequence[Record]) -> tuple[list[int], list[float]]:
+    """Return batch numbers, and the accuracy in percent in the window that ends there, over all records together."""
+    length = min(len(r["curve"]) for r in records)
+    window = window_of(length)
+    hits = [sum(r["curve"][i] for r in records) for i in range(length)]
+    images = [sum(r["sizes"][i] for r in records) for i in range(length)]
+    ends = range(window, length + 1)
+    step = -(-len(ends) // POINTS)
+    chosen = sorted({*ends[::step], ends[-1]})
+    return chosen, [100 * sum(hits[e - window : e]) / sum(images[e - window : e]) for e in chosen]
+
+
+def _rounds_chart(section: Section) -> Chart | None:
+    """Return accuracy by round, where a stream of the experiment `streams` comes to its domains again."""
+    if not is_streams(section):
+        return None
+    look = looks(section)
+    series = [
+        _series(row, look[row], list(range(1, len(rounds) + 1)), [f.mean for f in rounds], dots=True)
+        for row, rounds in by_round(section).items()
+    ]
+    if not series:
+        return None
+    return _chart("Accuracy of each round", {"title": "round"}, series)
+
+
+# --- by what the experiment varies
+
+
+def _axis_chart(section: Section) -> Chart | None:
+    """Return accuracy by budgets, rates or sizes."""
+    if section.axis == "domain" or is_streams(section):
+        return None
+    columns = [c for c in section.columns if c != "inf"]
+    numeric = all(as_number(c)[0] < float("inf") for c in columns)
+    position = {c: float(c) if numeric else float(i) for i, c in enumerate(columns)}
+    look = looks(section)
+    series = []
+    for row, cells in section.figures().items():
+        there = [c for c in columns if c in cells]
+        if there:
+            errors = [cells[c].std or 0.0 for c in there]
+            xs = [position[c] for c in there]
+            series.append(_series(row, look[row], xs, [cells[c].mean for c in there], errors, dots=True))
+    if not series:
+        return None
+    axis: dict[str, Any] = {"title": section.axis_name}
+    numbers = sorted(position.values())
+    if numeric and numbers[0] > 0:
+        axis |= {"log": True, "ticks": [[x, label(x)] for x in apart(numbers)]}
+    else:
+        axis["ticks"] = [[x, c] for c, x in position.items()]
+    return _chart(f"Accuracy by {section.axis_name}", axis, series)
+
+
+def apart(numbers: list[float]) -> list[float]:
+    """Return numbers that leave room for each other on a logarithmic axis."""
+    least = (numbers[-1] / numbers[0]) ** (1 / TICKS)
+    shown = numbers[:1]
+    for x in numbers[1:]:
+        if x >= 0.999 * least * shown[-1]:
+            shown.append(x)
+    return shown
+
+
+# --- calibration and cost
 
 
 def timed(records: Sequence[Record]) -> list[Record]:
@@ -191,26 +204,21 @@ RUNTIME = Cost("Accuracy against runtime", "milliseconds per image", millisecond
 MEMORY = Cost("Accuracy against memory", "peak GB of GPU memory", gigabytes)
 
 
-def _cost_chart(
-    section: Section, styles: dict[str, Style], cost: Cost, records: Sequence[Record]
-) -> dict[str, Any] | None:
+def _cost_chart(section: Section, cost: Cost, records: Sequence[Record]) -> Chart | None:
     """Return accuracy against what it costs: a point for each row, or for each of its batch sizes."""
     if section.axis not in ("domain", "batch_size"):
         return None
-    traces: list[dict[str, Any]] = []
+    look = looks(section)
+    series = []
     for row, cells in section.figures("top1").items():
         points = _cost_points(section, [r for r in records if section.names[id(r)] == row], cost, cells)
         if points:
             xs, ys, texts = zip(*points, strict=True)
-            trace = _trace(row, styles[row], list(xs), [y.mean for y in ys])
-            trace["marker"] = {**trace["marker"], "size": 11}
-            trace["error_y"] = {"type": "data", "array": [y.std or 0 for y in ys], "thickness": 1}
-            trace["mode"] = "lines+markers" if len(points) > 1 else "markers"
-            trace["text"] = texts
-            traces.append(trace)
-    if not traces:
+            one = _series(row, look[row], list(xs), [y.mean for y in ys], [y.std or 0.0 for y in ys], dots=True)
+            series.append({**one, "text": list(texts)})
+    if not series:
         return None
-    return _chart(cost.title, traces, {"title": {"text": cost.axis}, "rangemode": "tozero"}, "accuracy, %")
+    return {**_chart(cost.title, {"title": cost.axis, "zero": True}, series), "points": True}
 
 
 def _cost_points(
@@ -228,55 +236,49 @@ def _cost_points(
         y = cells.get(column)
         text = ""
         if section.axis != "domain":
-            text = _plain(f"{section.axis_name} {column}")
+            text = f"{section.axis_name} {column}"
         if x is not None and y is not None:
             points.append((x, y, text))
     return points
 
 
-def _reliability_chart(section: Section, styles: dict[str, Style]) -> dict[str, Any] | None:
+def _reliability_chart(section: Section) -> Chart | None:
     """Return accuracy within each bin of confidence, all domains and seeds together (Guo et al., ICML 2017)."""
     if section.axis != "domain":
         return None
-    traces = []
-    for row, style in styles.items():
+    series = []
+    for row, look in looks(section).items():
         mine = [r for r in section.shared if section.names[id(r)] == row]
         bins = [r["bins"] for r in mine if r.get("bins") and r.get("top1") is not None]
-        if not bins:
-            continue
-        sums = [[sum(b[k][j] for b in bins) for j in range(3)] for k in range(len(bins[0]))]
-        filled = [s for s in sums if s[0]]
-        trace = _trace(row, style, [s[1] / s[0] for s in filled], [100 * s[2] / s[0] for s in filled])
-        texts = [f"{s[0]:,.0f} predictions" for s in filled]
-        traces.append({**trace, "mode": "lines+markers", "text": texts})
-    if not traces:
+        if bins:
+            sums = [[sum(b[k][j] for b in bins) for j in range(3)] for k in range(len(bins[0]))]
+            filled = [s for s in sums if s[0]]
+            xs = [100 * s[1] / s[0] for s in filled]
+            one = _series(row, look, xs, [100 * s[2] / s[0] for s in filled])
+            series.append({**one, "text": [f"{s[0]:,.0f} predictions" for s in filled]})
+    if not series:
         return None
-    diagonal = {
-        "x": [0, 1],
-        "y": [0, 100],
-        "mode": "lines",
-        "name": "perfect",
-        "hoverinfo": "skip",
-        "line": {"color": "#888888", "dash": "dot", "width": 1},
-    }
-    axis = {"title": {"text": "confidence"}, "range": [0, 1.02], "tickformat": ".0%"}
-    return _chart("Reliability", [diagonal, *traces], axis, "accuracy, %")
+    ideal = _series("", "ideal", [0, 100], [0, 100])
+    axis = {"title": "confidence, %", "ticks": [[x, str(x)] for x in range(0, 101, 20)]}
+    return _chart("Reliability: accuracy by confidence", axis, [ideal, *series])
 
 
-def _trace(row: str, style: Style, x: list[Any], y: list[float]) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "name": _plain(row),
-        "x": x,
-        "y": [round(v, 3) for v in y],
-        **style,
-    }
+def _series(
+    row: str, look: str, x: list[Any], y: list[float], error: Sequence[float] = (), dots: bool = False
+) -> Series:
+    one: Series = {"name": row, "look": look, "x": [_short(v) for v in x], "y": [round(v, 2) for v in y]}
+    if any(error):
+        one["error"] = [round(e, 2) for e in error]
+    if dots:
+        one["dots"] = True
+    return one
 
 
-def _chart(title: str, traces: list[dict[str, Any]], x: dict[str, Any], y: str) -> dict[str, Any]:
-    return {"title": title, "traces": traces, "views": {}, "layout": {"xaxis": x, "yaxis": {"title": {"text": y}}}}
+def _short(x: Any) -> Any:
+    if isinstance(x, float):
+        return float(f"{x:.4g}")
+    return x
 
 
-def _plain(text: str) -> str:
-    """Return text for Plotly, which would take some HTML for markup."""
-    return html.escape(text, quote=False)
+def _chart(title: str, x: dict[str, Any], series: list[Series]) -> Chart:
+    return {"title": title, "x": x, "y": "accuracy, %", "views": {"all": series}}

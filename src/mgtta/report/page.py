@@ -1,8 +1,7 @@
 """Sections as one HTML page that needs no other file and no network.
 
-All text from records reaches the page through Jinja's autoescape or, within charts and scripts, through
-`charts._plain` and `tojson`. The page's policy loads nothing, and runs only the page's own two scripts, which it names
-by their hashes.
+All text from records reaches the page through Jinja's autoescape or, within charts, through `tojson`; draw.js writes it
+as text. The page's policy loads nothing, and runs only the page's own script, which it names by its hash.
 """
 
 import base64
@@ -11,59 +10,74 @@ import statistics
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib import resources
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
-from plotly.offline import get_plotlyjs
 
 from mgtta import __version__
-from mgtta.report.charts import Looks, charts, gigabytes, timed
+from mgtta.report.charts import charts, gigabytes, timed
 from mgtta.report.examples import Example
+from mgtta.report.gains import bars, best_first, card, heat, shade
 from mgtta.report.paired import differences
 from mgtta.report.published import beside, published
 from mgtta.report.summary import COSTS, MEAN, Record, Section, label, milliseconds, unique
 from mgtta.report.words import bold, decimals, footing_words, headline, interval, named, notes, printed, short, signed
 
 SHOWN_CHARACTERS = 300  # of an entry of the protocol; the rest is folded
+SCRIPTS = ("draw.js", "page.js")
+MAIN_CHARTS = ("curve", "rounds", "axis")  # beside the bars; the others are folded
 
 
 def page(found: Sequence[Section], examples: Sequence[Example] = (), title: str = "Test-time adaptation") -> str:
     """Return the page of the sections."""
     folder = resources.files("mgtta.report")
-    script = folder.joinpath("page.js").read_text(encoding="utf-8")
-    style = folder.joinpath("page.css").read_text(encoding="utf-8")
-    library = get_plotlyjs()
-    looks = Looks.of(found)
+    script = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
     drawn: dict[str, Any] = {}
     shown = []
     for i, section in enumerate(found):
-        mine = {f"s{i}-{name}": chart for name, chart in charts(section, looks).items()}
+        mine = {f"s{i}-{name}": chart for name, chart in charts(section).items()}
         drawn.update(mine)
         shown.append(_shown(section, f"s{i}", list(mine)))
     policy = (
-        f"default-src 'none'; script-src {_hash(library)} {_hash(script)}; style-src 'unsafe-inline'; "
-        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src {_hash(script)}; style-src 'unsafe-inline'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(
-        short=short, signed=signed, interval=interval, label=label, printed=printed, decimals=decimals
-    )
-    template = environment.from_string(folder.joinpath("page.html").read_text(encoding="utf-8"))
+    template = _environment().from_string(folder.joinpath("page.html").read_text(encoding="utf-8"))
     return template.render(
         title=title,
         policy=policy,
-        library=library,
         script=script,
-        style=style,
+        style=folder.joinpath("page.css").read_text(encoding="utf-8"),
         charts=drawn,
+        card=card(found),
         sections=shown,
-        examples=list(examples),
+        examples=_by_domain(found, examples),
         paper=published()["paper"],
         paper_notes=published()["notes"],
         version=__version__,
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     )
+
+
+def _environment() -> Environment:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(
+        short=short, signed=signed, interval=interval, label=label, printed=printed, decimals=decimals, shade=shade
+    )
+    return environment
+
+
+def _by_domain(found: Sequence[Section], examples: Sequence[Example]) -> list[dict[str, Any]]:
+    """Return the examples of each domain, with the gain of their method there, if the first section knows it."""
+    known = heat(found[0]) if found else None
+    groups = []
+    for (method, domain), mine in groupby(examples, key=lambda e: (e.method, e.domain)):
+        gain = None
+        if known is not None and domain in known.columns and method in known.rows:
+            gain = known.rows[method][known.columns.index(domain)]
+        groups.append({"method": method, "domain": domain, "gain": gain, "examples": list(mine)})
+    return groups
 
 
 def _hash(script: str) -> str:
@@ -76,6 +90,7 @@ def _shown(section: Section, name: str, charts: list[str]) -> dict[str, Any]:
     columns = sorted(section.headings(figures), key=lambda column: column != MEAN)  # the mean first: it is in sight
     return {
         "id": name,
+        "name": section.name,
         "title": section.title,
         "footing": footing_words(section),
         "headline": headline(section),
@@ -90,12 +105,15 @@ def _shown(section: Section, name: str, charts: list[str]) -> dict[str, Any]:
                 "label": named(section, row),
                 "cells": [{"figure": figures[row].get(c), "best": (row, c) in marked} for c in columns],
             }
-            for row in section.rows
+            for row in best_first(section)
         ],
+        "bars": bars(section),
+        "heat": heat(section),
         "more": _more(section),
         "differences": differences(section),
         "beside": beside(section),
-        "charts": charts,
+        "charts": [chart for chart in charts if chart.partition("-")[2] in MAIN_CHARTS],
+        "more_charts": [chart for chart in charts if chart.partition("-")[2] not in MAIN_CHARTS],
         "events": _events(section),
         "protocol": _protocol(section),
         "commands": unique(c for c in ((r.get("protocol") or {}).get("command") for r in section.records) if c),

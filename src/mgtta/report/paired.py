@@ -48,11 +48,12 @@ def differences(section: Section) -> list[Difference]:
                 for row in section.rows:
                     pairs = {key: v - values[against][key] for key, v in values[row].items() if key in values[against]}
                     if row != against and pairs:
-                        found.append(_difference(row, column, against, pairs))
+                        found.append(paired_difference(row, column, against, pairs))
     return found
 
 
-def _difference(row: str, column: str, against: str, pairs: dict[tuple[str, int], float]) -> Difference:
+def paired_difference(row: str, column: str, against: str, pairs: dict[tuple[str, int], float]) -> Difference:
+    """Return the difference of a row from another: pairs of (domain, seed), by which the interval goes over domains."""
     by_domain: dict[str, list[float]] = {}
     for (domain, _), d in pairs.items():
         by_domain.setdefault(domain, []).append(d)

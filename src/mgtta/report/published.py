@@ -12,6 +12,8 @@ from mgtta.data.corruptions import CORRUPTIONS
 from mgtta.report.summary import MEAN, Figure, Record, Section, images_of, label, seconds_for, unique
 from mgtta.report.words import chosen, many, tried
 
+MODEL = "vit_base_patch16_224"  # how the name of the paper's model begins
+
 
 @cache
 def published() -> dict[str, Any]:
@@ -36,10 +38,23 @@ class Beside:
 
 
 def beside(section: Section) -> list[Beside]:
-    """Return the paper's tables of the section's experiment, for the methods that were measured."""
+    """Return the paper's tables of the section's experiment, for the methods that were measured on a near footing."""
     tables = [table for table in published()["tables"] if table["experiment"] == section.experiment]
-    found = [_beside(section, table) for table in tables if _same_data(section, table)]
+    close = [table for table in tables if _same_data(section, table) and near(section.records, table["footing"])]
+    found = [_beside(section, table) for table in close]
     return [table for table in found if table is not None]
+
+
+def near(records: Sequence[Record], paper: dict[str, Any]) -> bool:
+    """Return whether the records are of the paper's model, batch size and severity, and not of rendered characters."""
+    protocol = records[0].get("protocol") or {}
+    if not str(protocol.get("model")).startswith(MODEL) or protocol.get("data") == "rendered characters":
+        return False
+    for key in ("batch_size", "severity"):
+        values = {record.get(key) for record in records if record.get(key)}  # severity 0: images as they are
+        if paper.get(key) is not None and values - {paper[key]}:
+            return False
+    return True
 
 
 def _beside(section: Section, table: dict[str, Any]) -> Beside | None:
@@ -108,7 +123,7 @@ def footing_differs(records: Sequence[Record], paper: dict[str, Any]) -> list[st
     """Return in words all that differs from a published table, or cannot be checked against it."""
     found = []
     protocol = records[0].get("protocol") or {}
-    if not str(protocol.get("model")).startswith("vit_base_patch16_224"):
+    if not str(protocol.get("model")).startswith(MODEL):
         found.append(f"the model is {protocol.get('model')}, the paper's a ViT-Base trained on ImageNet-1k")
     data = ", ".join(unique(map(images_of, records)))
     if not data.lower().replace("_", "-").rstrip("/").endswith("imagenet-c") or paper["data"] != "ImageNet-C":

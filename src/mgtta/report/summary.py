@@ -5,6 +5,7 @@ table has a row for each method and a column for each domain, or for each value 
 """
 
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,7 @@ from mgtta.methods.registry import recipes
 Record = dict[str, Any]
 
 TITLES = {
+    "streams": "Eight kinds of stream, one setting of each method for all",
     "corruptions": "Corruptions, one after another, reset before each (Table 1)",
     "budgets": "Limited adaptation budgets (Table 2)",
     "variants": "Variants of ImageNet (Table 3)",
@@ -33,7 +35,6 @@ TITLES = {
     "learning-rate": "Learning rates on the test stream: to compare, not to choose (appendix C.3)",
     "convergence": "Convergence (Figure 3)",
     "continual": "Corruptions one after another, never reset",
-    "streams": "Eight kinds of stream, one setting of each method for all",
     "sweep": "Learning rates tried on the validation corruptions",
 }
 # experiment -> what its columns are, if not domains: one section each
@@ -118,6 +119,16 @@ class Section:
         if len(AXES.get(self.experiment, ())) > 1:
             return f"{title}: {self.axis_name}"
         return title
+
+    @property
+    def name(self) -> str:
+        """A short title."""
+        name = str(self.experiment).replace("-", " ").capitalize()
+        if self.experiment == "sweep":
+            return f"{name}: {self.records[0].get('kind') or self.stream}"
+        if len(AXES.get(self.experiment, ())) > 1:
+            return f"{name}: {self.axis_name}"
+        return name
 
     @property
     def stream(self) -> str:
@@ -333,7 +344,7 @@ def _section(experiment: str, axis: str, records: list[Record]) -> Section:
                 for key in telling
                 if value(record, key) is not None
             ]
-            section.names[id(record)] = ", ".join([str(method), *parts])
+            section.names[id(record)] = ", ".join([spelled(method), *parts])
     kept: dict[tuple, Record] = {}
     cells: dict[tuple, Any] = {}  # place -> the cell that counts there; its parts are visits
     for record in records:
@@ -395,6 +406,11 @@ def label(value: Any, none: str = "") -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return f"{value:g}"
     return str(value)
+
+
+def spelled(method: Any) -> str:
+    """Return a method's name as reports write it: mgtta+ for the recipe mgtta_plus."""
+    return re.sub(r"_plus\b", "+", str(method))
 
 
 def place(order: Iterable[str], name: str) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 from mgtta.report.alarms import guard_words
 from mgtta.report.paired import Difference, differences
-from mgtta.report.streams import is_streams, left_out
+from mgtta.report.streams import is_streams, left_out, over_kinds
 from mgtta.report.summary import DIGITS, LOWER_IS_BETTER, MEAN, Figure, Record, Section, images_of, label, unique
 
 EDGE = "†"  # marks rows whose learning rate was chosen at an edge
@@ -73,7 +73,7 @@ def headline(section: Section) -> list[str]:
             return ["No labels: accuracy is not known."]
         return ["Not measured."]
     if is_streams(section):
-        return [_best_of_kinds(section, figures)]
+        return [_best_of_kinds(section)]
     if section.axis != "domain":
         return [_best_column(section, figures)]
     column = section.columns[0]
@@ -101,17 +101,14 @@ def _best_column(section: Section, figures: dict[str, dict[str, Figure]]) -> str
     return f"{_best(section, top, found)} ({section.axis_name}: {names})."
 
 
-def _best_of_kinds(section: Section, figures: dict[str, dict[str, Figure]]) -> str:
+def _best_of_kinds(section: Section) -> str:
     """Return the rows with the highest mean over the kinds of stream, of those that ran all kinds."""
-    means = {
-        row: Figure.of([figure.mean for figure in cells.values()])
-        for row, cells in figures.items()
-        if len(cells) == len(section.columns)
-    }
+    by_kind = {row: over_kinds(section, row, section.figure) for row in section.rows}
+    means = {row: cells[MEAN] for row, cells in by_kind.items() if MEAN in cells}
     if not means:
         return "No method has finished all kinds of stream yet."
     top, found = _top(section, means)
-    return f"{_best(section, top, Figure(found.mean, None, 1))} on average over {len(section.columns)} kinds of stream."
+    return f"{_best(section, top, found)} on average over {len(section.columns)} kinds of stream."
 
 
 def _top(section: Section, figures: dict[str, Figure]) -> tuple[list[str], Figure]:
@@ -220,11 +217,11 @@ def decimals(x: float, figure: str) -> str:
     return f"{x:,.{DIGITS.get(figure, 1)}f}"
 
 
-def signed(x: float) -> str:
+def signed(x: float, digits: int = 2) -> str:
     """Return a difference with its sign."""
-    text = f"{x:+.2f}"
+    text = f"{x:+.{digits}f}"
     if float(text) == 0:
-        return "0.00"
+        return text[1:]
     return text.replace("-", "−")
 
 

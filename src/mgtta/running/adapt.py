@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,20 +12,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from mgtta._lib.bars import progress_bar
 from mgtta._lib.files import writable, write_tensors
 from mgtta._lib.ranks import Alone
+from mgtta._lib.timm import timm
 from mgtta.adaptation.wrapper import Adapting
 from mgtta.data.datasets import open_dataset
 from mgtta.data.streams import Batch, Stream, split_stream, stream
 from mgtta.evaluation.loop import evaluate
 from mgtta.evaluation.record import Record
+from mgtta.models.loading import as_classifier
 from mgtta.running.predictions import PredictionWriter, format_of, prediction_file
 from mgtta.running.resume import Run, Totals, save_state
 
 PathLike = str | os.PathLike
+IMAGENET_CLASSES = 1000
+LINE_SECONDS = 10.0  # between two lines of progress, if there is no terminal
 
 
 @dataclass(frozen=True)
@@ -35,12 +42,14 @@ class StreamResult:
         totals: images, labelled images, correct predictions, updates, skipped batches.
         unreadable: (name, reason) of each image that could not be read.
         events: what a guard did.
+        speed: images a second, of the run since it last started.
     """
 
     out: Path
     totals: Totals
     unreadable: list[tuple[str, str]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
+    speed: float | None = None
 
     def __str__(self) -> str:
         parts = [str(self.totals)]
@@ -67,6 +76,8 @@ def adapt_stream(
     protocol: Mapping[str, Any] | None = None,
     split_shards: bool = False,
     domain: str | None = None,
+    compare: nn.Module | None = None,
+    watch: Callable[[Batch, Tensor], None] | None = None,
     progress: bool = True,
 ) -> StreamResult:
     """Predict every image of a data set, adapting along the way, and write the predictions to a file.
@@ -87,7 +98,10 @@ def adapt_stream(
         protocol: plain values of your own that must be the same when the run resumes, such as the learning rate.
         split_shards: each rank reads only its own tars of a path; a data set is taken to be this rank's own.
         domain: name of the stream; by default the name of the path.
-        progress: show a progress bar.
+        compare: a model, such as the one that the method was made from: its predictions are written beside the
+            method's, for one more forward pass.
+        watch: called with each batch and its logits, after the update; see mgtta.running.story.
+        progress: show a progress bar, or lines if there is no terminal.
     """
     _check_resume(resume, shuffle, split_shards)
     check_outputs(method.ranks, out, state, export)
@@ -100,16 +114,35 @@ def adapt_stream(
         bar = stack.enter_context(_Bar(f"{method.name} on {name}", len(planned), progress and method.ranks.first))
         if resume is not None:
             settings = _protocol(method, dataset, out, batch_size, images, protocol)
+            if compare is not None:
+                settings["compare"] = as_classifier(compare).fingerprint()
             run = stack.enter_context(Run(Path(resume), method, Path(out), dataset, settings, batch_size, save_every))
             planned = planned.after(run.position)
             bar.skip(run.position)
         batches, classes = _labelled(method, dataset, planned)
-        on_batch = stack.enter_context(_writing(Path(out), dataset, classes, method.ranks, run, bar))
+        names = classes or _imagenet_names(method)
+        on_batch = stack.enter_context(_writing(Path(out), dataset, names, method.ranks, run, bar, _source(compare)))
+        if watch is not None:
+            on_batch = _both(on_batch, watch)
+        began = time.perf_counter()
         records = evaluate(method, batches, reset="never", on_batch=on_batch)
+        seconds = time.perf_counter() - began
         _save(method, state, export)
         if run is not None:
             run.finish()
-    return _result(Path(out), method, dataset, records, run)
+    return _result(Path(out), method, dataset, records, run, seconds)
+
+
+def _both(
+    first: Callable[[Record, Batch, Tensor], None], second: Callable[[Batch, Tensor], None]
+) -> Callable[[Record, Batch, Tensor], None]:
+    """Return what calls both after each batch."""
+
+    def on_batch(record: Record, batch: Batch, logits: Tensor) -> None:
+        first(record, batch, logits)
+        second(batch, logits)
+
+    return on_batch
 
 
 def check_outputs(ranks: Alone, out: PathLike, *files: PathLike | None) -> None:
@@ -180,18 +213,46 @@ def _labelled(method: Adapting, dataset: Any, planned: Stream) -> tuple[Iterable
     if method.ranks.first:
         warnings.warn(
             f"{len(classes)} class folders, but the model has {method.model.num_classes} classes: the labels are not "
-            "used",
+            "used; a file of the model's classes says which folder is which (--classes)",
             stacklevel=3,
         )
     return (batch._replace(y=None) for batch in planned), None
 
 
+def _imagenet_names(method: Adapting) -> list[str] | None:
+    """Return ImageNet's names of the classes, for a timm model with the 1000 classes of ImageNet; else None."""
+    config = getattr(method.model.net, "pretrained_cfg", None) or {}
+    if config.get("num_classes") != IMAGENET_CLASSES or method.model.num_classes != IMAGENET_CLASSES:
+        return None
+    info = timm.data.ImageNetInfo()
+    return [info.index_to_description(i) for i in range(IMAGENET_CLASSES)]
+
+
+def _source(model: nn.Module | None) -> Callable[[Tensor], Tensor] | None:
+    """Return what gives the logits of a model that does not adapt."""
+    if model is None:
+        return None
+    classifier = as_classifier(model)
+
+    def logits(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return classifier(x)
+
+    return logits
+
+
 class _Bar:
-    """A progress bar over the batches of a run."""
+    """A progress bar over the batches of a run; without a terminal, a line on standard error now and then."""
 
     def __init__(self, title: str, batches: int, shown: bool):
-        self.bar = progress_bar(transient=True, disable=not shown)
+        terminal = sys.stderr.isatty()
+        self.bar = progress_bar(transient=True, disable=not (shown and terminal))
         self.task = self.bar.add_task(title, total=batches)
+        self.lines = shown and not terminal
+        self.title = title
+        self.batches = batches
+        self.done = 0
+        self.said_at = time.monotonic()
 
     def __enter__(self) -> "_Bar":
         self.bar.start()
@@ -202,22 +263,34 @@ class _Bar:
 
     def skip(self, batches: int) -> None:
         self.bar.advance(self.task, batches)
+        self.done += batches
 
     def advance(self) -> None:
         self.bar.advance(self.task)
+        self.done += 1
+        now = time.monotonic()
+        if self.lines and now - self.said_at > LINE_SECONDS:
+            self.said_at = now
+            print(f"{self.title}: {self.done} of {self.batches} batches", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def _writing(
-    out: Path, dataset: Any, classes: Sequence[str] | None, ranks: Alone, run: Run | None, bar: _Bar
+    out: Path,
+    dataset: Any,
+    classes: Sequence[str] | None,
+    ranks: Alone,
+    run: Run | None,
+    bar: _Bar,
+    source: Callable[[Tensor], Tensor] | None,
 ) -> Iterator[Callable[[Record, Batch, Tensor], None]]:
     """Give what `evaluate` calls after each batch: it writes predictions, saves checkpoints, and moves the bar."""
     names = _names(dataset)
     place: Any
     if run is None:
-        place = prediction_file(out, names, classes, ranks)
+        place = prediction_file(out, names, classes, ranks, source)
     else:
-        place = nullcontext(PredictionWriter(run.file, format_of(out), names, classes, ranks))
+        place = nullcontext(PredictionWriter(run.file, format_of(out), names, classes, ranks, source))
     with place as writer:
 
         def on_batch(record: Record, batch: Batch, logits: Tensor) -> None:
@@ -238,11 +311,14 @@ def _save(method: Adapting, state: PathLike | None, export: PathLike | None) -> 
         write_tensors(export, method.export().state_dict(), {"format": "pt"})
 
 
-def _result(out: Path, method: Adapting, dataset: Any, records: list[Record], run: Run | None) -> StreamResult:
+def _result(
+    out: Path, method: Adapting, dataset: Any, records: list[Record], run: Run | None, seconds: float
+) -> StreamResult:
     totals = Totals()
     if run is not None:
         totals = run.totals
     elif records:
         totals = totals.plus(records[0])
     unreadable = method.ranks.gather(list(getattr(dataset, "skipped", [])))
-    return StreamResult(out, totals, list(dict.fromkeys(unreadable)), list(method.events))
+    speed = sum(record.images for record in records) / seconds if records else None
+    return StreamResult(out, totals, list(dict.fromkeys(unreadable)), list(method.events), speed)

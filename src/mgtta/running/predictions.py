@@ -18,6 +18,7 @@ from mgtta._lib.ranks import ALONE, Alone
 
 FORMATS = (".csv", ".jsonl")
 COLUMNS = ("image", "prediction", "class", "confidence", "label")
+SOURCE_COLUMNS = ("source_prediction", "source_class", "source_confidence")
 DIGITS = 6  # of a confidence, after the decimal point
 
 
@@ -30,6 +31,7 @@ class PredictionWriter:
         names: number of an image in its data set -> its name.
         classes: names of the scored classes, where they are known.
         ranks: the ranks that share each batch. The rows of all ranks are written, in the order of the ranks.
+        source: returns the logits of another model, such as the source, whose predictions are written beside.
     """
 
     def __init__(
@@ -39,12 +41,15 @@ class PredictionWriter:
         names: Callable[[int], str],
         classes: Sequence[str] | None,
         ranks: Alone = ALONE,
+        source: Callable[[Tensor], Tensor] | None = None,
     ):
         self.file = file
         self.names = names
         self.classes = classes
         self.ranks = ranks
-        self.table = csv.DictWriter(file, COLUMNS) if suffix == ".csv" else None
+        self.source = source
+        columns = COLUMNS if source is None else (*COLUMNS, *SOURCE_COLUMNS)
+        self.table = csv.DictWriter(file, columns) if suffix == ".csv" else None
         resumed = isinstance(file, GrowingFile) and file.offset > 0
         if self.table and not resumed:
             self.table.writeheader()
@@ -59,20 +64,27 @@ class PredictionWriter:
 
     def rows(self, batch: Any, logits: Tensor) -> list[dict[str, Any]]:
         """Return this rank's rows of a batch; a confidence that is NaN, which JSON does not have, is None."""
-        confidences, predictions = logits.softmax(1).max(1)
         labels = [None] * len(logits) if batch.y is None else batch.y.tolist()
-        columns = zip(batch.index.tolist(), predictions.tolist(), confidences.tolist(), labels, strict=True)
         rows = []
-        for index, prediction, confidence, label in columns:
-            row = {
-                "image": self.names(index),
+        for index, found, label in zip(batch.index.tolist(), self._predictions(logits), labels, strict=True):
+            rows.append({"image": self.names(index), **found, "label": label})
+        if self.source is not None:
+            for row, found in zip(rows, self._predictions(self.source(batch.x)), strict=True):
+                row |= {f"source_{name}": value for name, value in found.items()}
+        return rows
+
+    def _predictions(self, logits: Tensor) -> list[dict[str, Any]]:
+        """Return number, name and confidence of the predicted class, for each image."""
+        confidences, predictions = logits.softmax(1).max(1)
+        found = []
+        for prediction, confidence in zip(predictions.tolist(), confidences.tolist(), strict=True):
+            one = {
                 "prediction": prediction,
                 "class": self.classes[prediction] if self.classes else None,
                 "confidence": None if math.isnan(confidence) else round(confidence, DIGITS),
-                "label": label,
             }
-            rows.append(row)
-        return rows
+            found.append(one)
+        return found
 
 
 class GrowingFile:
@@ -139,10 +151,14 @@ def format_of(path: str | os.PathLike) -> str:
 
 @contextmanager
 def prediction_file(
-    path: str | os.PathLike, names: Callable[[int], str], classes: Sequence[str] | None = None, ranks: Alone = ALONE
+    path: str | os.PathLike,
+    names: Callable[[int], str],
+    classes: Sequence[str] | None = None,
+    ranks: Alone = ALONE,
+    source: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[PredictionWriter]:
     """Give a writer to a file that gets its name when everything is written. The first rank's file holds all rows."""
     suffix = format_of(path)
     place: Any = atomic(path) if ranks.first else nullcontext(os.devnull)
     with place as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
-        yield PredictionWriter(file, suffix, names, classes, ranks)
+        yield PredictionWriter(file, suffix, names, classes, ranks, source)

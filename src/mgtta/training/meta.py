@@ -382,13 +382,14 @@ def shifted_images(
     shuffle: bool = True,
     seed: int = 0,
     device: torch.device | str | None = None,
+    **options: Any,
 ) -> Tensor:
     """Return `count` different images of a clean data set to train on, an equal share under each corruption.
 
-    The corruptions have severity 5.
+    The corruptions have severity 5; `options` are those of `corrupted`.
     """
     parts = []
-    for i, domain in enumerate(corrupted(dataset, corruptions)):
+    for i, domain in enumerate(corrupted(dataset, corruptions, **options)):
         [batch] = stream(domain, batch_size=count, first=count, shuffle=shuffle, seed=seed, device=device)
         parts.append(batch.x[i :: len(corruptions)])
     return torch.cat(parts)

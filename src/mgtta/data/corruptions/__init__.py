@@ -1,21 +1,25 @@
 """The 19 corruptions of ImageNet-C, batched, seeded, on CPU or GPU.
 
 D. Hendrycks, T. Dietterich: Benchmarking Neural Network Robustness to Common Corruptions and Perturbations,
-ICLR 2019, with its severity constants. Each family has a file; they share random (numbers by image), filters and
-frost (textures).
+ICLR 2019, with its severity constants, and those of CIFAR-10-C. Each family has a file; they share constants, random
+(numbers by image), filters and frost (textures).
 """
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mgtta._lib.errors import unknown
+
 from . import blur, digital, noise, weather
+from .constants import CONSTANTS
 from .frost import frost_source
 from .random import Random
 
-__all__ = ["CORRUPTIONS", "SEVERITIES", "VALIDATION_CORRUPTIONS", "corrupt", "frost_source"]
+__all__ = ["CONSTANTS", "CORRUPTIONS", "SEVERITIES", "VALIDATION_CORRUPTIONS", "corrupt", "frost_source"]
 
 _TEST: tuple[Callable[..., Tensor], ...] = (
     noise.gaussian_noise,
@@ -59,6 +63,7 @@ def corrupt(
     index: Tensor | None = None,
     seed: int = 0,
     frost_textures: str | Path | None = None,
+    constants: str = "imagenet",
 ) -> Tensor:
     """Return corrupted copies of images (N, 3, H, W), in their dtype and on their device.
 
@@ -67,13 +72,17 @@ def corrupt(
     name), so an image gets the same corruption in any batch.
 
     Args:
-        images: uint8, or float in [0, 1]; H and W from 32 up. Below 224, lengths in pixels (radii, flakes,
-            displacements) shrink with the shorter side; everything else is as in ImageNet-C at 224.
+        images: uint8, or float in [0, 1]; H and W from 32 up.
         name: one of CORRUPTIONS or VALIDATION_CORRUPTIONS.
         index: (N,) integers, each image's number in its data set; by default 0 .. N - 1.
         frost_textures: a folder of images for frost; by default textures are generated (see frost_source).
+        constants: "imagenet": those of ImageNet-C at 224 pixels; below, lengths in pixels (radii, flakes,
+            displacements) shrink with the shorter side. "cifar": those of CIFAR-10-C at 32 pixels, as they are.
     """
     function = _check(images, name, severity)
+    if constants not in CONSTANTS:
+        raise unknown("set of constants", constants, CONSTANTS)
+    chosen = CONSTANTS[constants]
     if index is None:
         index = torch.arange(len(images), device=images.device)
     elif index.shape != (len(images),) or index.dtype.is_floating_point or index.dtype == torch.bool:
@@ -84,7 +93,9 @@ def corrupt(
     if len(images) == 0:
         return images.clone()
     index = index.to(images.device, torch.int64, non_blocking=True)
-    options = {}
+    options: dict[str, Any] = {"c": chosen.values[name][severity - 1], "scale": chosen.scale(*images.shape[2:])}
+    if name == "frost":
+        options |= {"size": chosen.frost_size, "smooth": chosen.frost_smooth}
     if name == "frost" and frost_textures:
         options["folder"] = Path(frost_textures)
 
@@ -92,7 +103,7 @@ def corrupt(
     pixels = _PIXELS_ON_CPU if x.device.type == "cpu" else _PIXELS_ELSEWHERE
     at_once = max(1, pixels // (x.shape[2] * x.shape[3]))
     parts = [
-        _to_bytes_down(function(part, Random(seed, name, where), severity, **options))
+        _to_bytes_down(function(part, Random(seed, name, where), **options))
         for part, where in zip(x.split(at_once), index.split(at_once), strict=True)
     ]
     out = torch.cat(parts).contiguous()

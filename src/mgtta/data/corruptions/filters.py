@@ -14,11 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def shrink(x: Tensor) -> float:
-    """Return the factor for lengths in pixels: 1 from 224 up, as in ImageNet-C, and less for smaller images."""
-    return min(1.0, min(x.shape[-2:]) / 224)
-
-
 def exact_weights(weights: Tensor, one: int) -> Tensor:
     """Return integers in proportion to the weights that sum to `one`; the largest one absorbs the rounding error."""
     units = (weights / weights.sum() * one).round().long()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
@@ -50,26 +51,34 @@ def _read(file: Path) -> Image.Image:
 
 
 @lru_cache(maxsize=8)
-def textures(folder: Path | None, H: int, W: int, device: torch.device) -> tuple[Tensor, ...]:
+def textures(
+    folder: Path | None, H: int, W: int, size: float, smooth: bool, device: torch.device
+) -> tuple[Tensor, ...]:
     """Return textures that an (H, W) window fits: all pixels (3, pixels) uint8; each one's start, height, width.
 
-    A texture is shown at 1.1 times its size, or larger where the window needs it. To a window below 224 pixels it is
-    shown at the size at which the window covers as much of it as 224 pixels would.
+    A texture is shown at this share of its own size, or larger where the window needs it.
     """
     images = grow() if folder is None else [_read(file) for file in _files(folder)]
     flat = []
     sizes = []
     for image in images:
         w, h = image.size
-        scale = 1.1 * max(min(1, min(H, W) / 224), H / h, W / w)
+        scale = max(size, 1.1 * max(H / h, W / w))
         w = ceil(w * scale)
         h = ceil(h * scale)
-        pixels = np.array(image.resize((w, h), Image.Resampling.BICUBIC))
-        flat.append(torch.from_numpy(pixels).permute(2, 0, 1).flatten(1))
+        flat.append(_resized(image, h, w, smooth).flatten(1))
         sizes.append((w * h, h, w))
     areas, heights, widths = torch.tensor(sizes).T
     start = areas.cumsum(0) - areas
     return torch.cat(flat, 1).to(device), start.to(device), heights.to(device), widths.to(device)
+
+
+def _resized(image: Image.Image, h: int, w: int, smooth: bool) -> Tensor:
+    """Return (3, h, w) uint8; without smoothing, each pixel is made of the four nearest ones."""
+    if smooth:
+        return torch.from_numpy(np.array(image.resize((w, h), Image.Resampling.BICUBIC))).permute(2, 0, 1)
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()
+    return F.interpolate(pixels[None], (h, w), mode="bilinear")[0].round().to(torch.uint8)
 
 
 @lru_cache(maxsize=1)

@@ -1,6 +1,10 @@
-"""Noise: gaussian, shot, impulse, speckle. x is uint8 (N, 3, H, W); results are on the same scale."""
+"""Noise: gaussian, shot, impulse, speckle. x is uint8 (N, 3, H, W); results are on the same scale.
+
+c: the corruption's constants at a severity; scale: the factor for lengths in pixels.
+"""
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,13 +12,12 @@ from torch import Tensor
 from .random import LEVELS, Random, lookup, quantiles
 
 
-def gaussian_noise(x: Tensor, rng: Random, severity: int) -> Tensor:
-    std = (0.08, 0.12, 0.18, 0.26, 0.38)[severity - 1]
-    return x + rng.normal(*x.shape[1:], std=255 * std)
+def gaussian_noise(x: Tensor, rng: Random, c: Any, scale: float) -> Tensor:
+    return x + rng.normal(*x.shape[1:], std=255 * c)
 
 
-def shot_noise(x: Tensor, rng: Random, severity: int) -> Tensor:
-    photons = (60, 25, 12, 5, 3)[severity - 1]
+def shot_noise(x: Tensor, rng: Random, c: Any, scale: float) -> Tensor:
+    photons = c
     bits = rng.bits(*x.shape[1:])
     u = (bits.int() + LEVELS // 2) >> 2
     table = _poisson_table(photons, x.device)
@@ -34,16 +37,15 @@ def _poisson_table(photons: int, device: torch.device) -> Tensor:
     return (counts * 255 // photons).to(torch.uint8).flatten().to(device)
 
 
-def impulse_noise(x: Tensor, rng: Random, severity: int) -> Tensor:
-    amount = (0.03, 0.06, 0.09, 0.17, 0.27)[severity - 1]
+def impulse_noise(x: Tensor, rng: Random, c: Any, scale: float) -> Tensor:
+    amount = c
     bits = rng.bits(*x.shape[1:])
     salt, either = (round(LEVELS * (share - 0.5)) for share in (amount / 2, amount))
     return x.masked_fill(bits < either, 0).masked_fill(bits < salt, 255)
 
 
-def speckle_noise(x: Tensor, rng: Random, severity: int) -> Tensor:
-    std = (0.15, 0.2, 0.35, 0.45, 0.6)[severity - 1]
-    return x * lookup(_gain_table(std, x.device), rng.bits(*x.shape[1:]))
+def speckle_noise(x: Tensor, rng: Random, c: Any, scale: float) -> Tensor:
+    return x * lookup(_gain_table(c, x.device), rng.bits(*x.shape[1:]))
 
 
 @lru_cache(maxsize=8)

@@ -1,28 +1,25 @@
-"""Weather: snow, frost, fog, spatter, brightness. x is uint8 (N, 3, H, W); results are on the same scale."""
+"""Weather: snow, frost, fog, spatter, brightness. x is uint8 (N, 3, H, W); results are on the same scale.
+
+c: the corruption's constants at a severity; scale: the factor for lengths in pixels.
+"""
 
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .filters import enlarge, gaussian, motion, shrink
+from .filters import enlarge, gaussian, motion
 from .frost import textures
 from .random import Random
 
 
-def snow(x: Tensor, rng: Random, severity: int) -> Tensor:
+def snow(x: Tensor, rng: Random, c: Any, scale: float) -> Tensor:
     """Add thresholded noise, enlarged and motion-blurred, and the same turned by 180 degrees, to a whitened image."""
-    mean, std, size, threshold, radius, sigma, keep = (
-        (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
-        (0.2, 0.3, 2, 0.5, 12, 4, 0.7),
-        (0.55, 0.3, 4, 0.9, 12, 8, 0.7),
-        (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65),
-        (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
-    )[severity - 1]
+    mean, std, size, threshold, radius, sigma, keep = c
     H, W = x.shape[-2:]
-    scale = shrink(x)
     size = max(1.0, size * scale)
     noise = rng.normal(1, ceil(H / size), ceil(W / size), mean=255 * mean + 0.5, std=255 * std)
     flakes = enlarge(noise.float(), size)  # (N, 1, H or more, W or more)
@@ -38,11 +35,13 @@ def snow(x: Tensor, rng: Random, severity: int) -> Tensor:
     return x + flakes + flakes.flip(-2, -1)
 
 
-def frost(x: Tensor, rng: Random, severity: int, folder: Path | None = None) -> Tensor:
-    """Add a window at a random place of a random texture."""
-    keep, ice = ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))[severity - 1]
+def frost(
+    x: Tensor, rng: Random, c: Any, scale: float, *, size: float, smooth: bool, folder: Path | None = None
+) -> Tensor:
+    """Add a window at a random place of a random texture, which is shown at `size * scale` of its own size."""
+    keep, ice = c
     H, W = x.shape[-2:]
-    pixels, start, heights, widths = textures(folder, H, W, x.device)
+    pixels, start, heights, widths = textures(folder, H, W, size * scale, smooth, x.device)
     which = rng.integers(len(start))  # (N,)
     top = (rng.uniform() * (heights[which] - H)).long()
     left = (rng.uniform() * (widths[which] - W)).long()
@@ -53,8 +52,8 @@ def frost(x: Tensor, rng: Random, severity: int, folder: Path | None = None) -> 
     return keep * x.float() + ice * window.float()
 
 
-def fog(x: Tensor, rng: Random, severity: int) -> Tensor:
-    density, decay = ((1.5, 2), (2.0, 2), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4))[severity - 1]
+def fog(x: Tensor, rng: Random, c: Any, scale: float) -> Tensor:
+    density, decay = c
     H, W = x.shape[-2:]
     haze = plasma(rng, max(H, W), decay)[:, None, :H, :W]
     x = x.float() / 255
@@ -85,16 +84,10 @@ def plasma(rng: Random, size: int, decay: float) -> Tensor:
     return cloud / cloud.amax((1, 2), keepdim=True)
 
 
-def spatter(x: Tensor, rng: Random, severity: int) -> Tensor:
-    """Add drops where smoothed noise is high: of water (severities 1 to 3) or of mud (4, 5)."""
-    mean, std, sigma, threshold, amount, mud = (
-        (0.65, 0.3, 4, 0.69, 0.6, False),
-        (0.65, 0.3, 3, 0.68, 0.6, False),
-        (0.65, 0.3, 2, 0.68, 0.5, False),
-        (0.65, 0.3, 1, 0.65, 1.5, True),
-        (0.67, 0.4, 1, 0.65, 1.5, True),
-    )[severity - 1]
-    scale = shrink(x)  # scales the noise too, since less smoothing leaves more of it
+def spatter(x: Tensor, rng: Random, c: Any, scale: float) -> Tensor:
+    """Add drops of water or of mud where smoothed noise is high."""
+    mean, std, sigma, threshold, amount, mud = c
+    # the noise shrinks with the lengths, since less smoothing leaves more of it
     noise = rng.normal(1, *x.shape[-2:], mean=0.5, std=255 * std * scale)
     liquid = 255 * mean + gaussian(noise.float(), sigma * scale)  # (N, 1, H, W)
     wet = liquid >= 255 * threshold
@@ -172,9 +165,9 @@ def _distance(edges: Tensor, limit: int) -> Tensor:
     return nearest.clamp(max=limit * limit).sqrt()
 
 
-def brightness(x: Tensor, rng: Random, severity: int) -> Tensor:
+def brightness(x: Tensor, rng: Random, c: Any, scale: float) -> Tensor:
     """Raise HSV's value: all channels grow by one ratio; black becomes grey."""
-    rise = (0.1, 0.2, 0.3, 0.4, 0.5)[severity - 1]
+    rise = c
     value = x.amax(1, keepdim=True).float()
     raised = (value + 255 * rise).clamp(max=255)
     return torch.where(value > 0, x * (raised / value.clamp(min=1)), raised)

@@ -1,0 +1,331 @@
+"""Estimates of accuracy without labels: how far they are from the truth, on ImageNet images and on characters.
+
+Each cell is one method on one domain, from the source model. It is kept in --work as soon as it has finished, and
+is not run again. Estimates are calibrated on shard 0 (characters: on other characters), clean and under the four
+validation corruptions, and measured under the 15 corruptions at severity 5.
+
+python benchmarks/estimate.py run --data FOLDER --checkpoint FILE --work FOLDER
+python benchmarks/estimate.py page --work FOLDER --out results
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import imagenet
+import torch
+from pages import table
+
+import mgtta
+from mgtta._lib.files import atomic
+from mgtta.adaptation.estimate import probability
+from mgtta.adaptation.wrapper import innermost
+from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
+from mgtta.data.glyphs import TRAIN_SEED, Glyphs
+from mgtta.data.streams import Domain, corrupted, stream
+from mgtta.models.classifier import linear_head
+from mgtta.running.calibrate import CLEAN, Rows, coefficients, left_out_error
+
+METHODS = {  # ImageNet: the rates of results/imagenet; characters: the defaults
+    "imagenet": {
+        "noadapt": {},
+        "mgtta": {"lr": 5e-3},
+        "tent": {"lr": 5e-3},
+        "mgtta_plus": {"lr": 5e-3, "mirror": False},
+    },
+    "characters": {
+        "noadapt": {},
+        "mgtta": {"generator": "glyphs"},
+        "tent": {},
+        "mgtta_plus": {"generator": "glyphs", "mirror": False},
+    },
+}
+CHARACTERS = {"calibration": TRAIN_SEED + 1, "test": 19}  # seeds on which nothing was ever chosen
+DROPOUT = 0.4  # AETTA's rate, here before the head
+DROPOUT_SAMPLES = 10
+AETTA_POWER = 3
+Estimator = Callable[["Cell"], float]
+
+
+class Cell(NamedTuple):
+    """One method on one domain."""
+
+    given: torch.Tensor  # (n, C) logits
+    asked: torch.Tensor  # (n, C) of the source model
+    y: torch.Tensor
+    index: torch.Tensor
+    disagreement: torch.Tensor  # (n,), share of the dropout samples that predict another class
+    spread: float  # entropy of the mean prediction of all dropout samples, over ln C
+
+    @property
+    def accuracy(self) -> float:
+        return 100 * float((self.given.argmax(1) == self.y).double().mean())
+
+    @property
+    def rows(self) -> Rows:
+        truth = torch.nn.functional.one_hot(self.y, self.given.shape[1]).double()
+        return Rows.of(self.given, self.asked, truth)
+
+
+class Setting(NamedTuple):
+    """A model, its statistics, and its domains."""
+
+    model: mgtta.Classifier
+    source: mgtta.SourceStatistics
+    calibration: list[Domain]
+    test: list[Domain]
+
+
+def imagenet_setting(args: argparse.Namespace) -> Setting:
+    shard0 = imagenet.shard(args.data, 0)
+    model = imagenet.deit_tiny(args.checkpoint, args.device)
+    path = args.work / "source.safetensors"
+    if not path.exists():
+        mgtta.save_source(imagenet.source_of(model, shard0), path)
+    test = corrupted(imagenet.shard(args.data, 1, 2))
+    return Setting(model, mgtta.load_source(path), calibration_domains(shard0.part(imagenet.CHOOSING)), test)
+
+
+def characters_setting(args: argparse.Namespace) -> Setting:
+    model = mgtta.load_model("glyphs_vit").to(args.device)
+    source = mgtta.load_source("glyphs_vit")
+    calibration = calibration_domains(Glyphs(args.images, seed=CHARACTERS["calibration"]))
+    return Setting(model, source, calibration, corrupted(Glyphs(args.images, seed=CHARACTERS["test"])))
+
+
+def calibration_domains(images: object) -> list[Domain]:
+    return [Domain(CLEAN, images), *corrupted(images, VALIDATION_CORRUPTIONS)]
+
+
+SETTINGS = {"imagenet": imagenet_setting, "characters": characters_setting}
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the cells that are not in --work yet."""
+    args.work.mkdir(parents=True, exist_ok=True)
+    for name in args.settings.split(","):
+        found = SETTINGS[name](args)
+        for part, domains in (("calibration", found.calibration), ("test", found.test)):
+            for number, domain in enumerate(domains):
+                batches = list(stream(domain, batch_size=args.batch_size, first=args.images, seed=number))
+                with torch.no_grad():
+                    asked = torch.cat([found.model(batch.x).cpu() for batch in batches])
+                for method, settings in METHODS[name].items():
+                    path = args.work / f"{name}-{part}-{domain.name}-{method}.pt"
+                    if not path.exists():
+                        cell = run_cell(found, method, settings, batches, asked)
+                        with atomic(path) as temporary:
+                            torch.save(cell._asdict(), temporary)
+                        print(f"{path.stem}: {cell.accuracy:.1f} %", flush=True)
+
+
+def run_cell(found: Setting, name: str, settings: dict, batches: list, asked: torch.Tensor) -> Cell:
+    """Return one method on one domain."""
+    if name.startswith("mgtta"):
+        settings = {**settings, "source": found.source}
+    method = mgtta.create(name, found.model, **settings)
+    head = linear_head(innermost(method).model.net, name)
+    inputs: list[torch.Tensor] = []
+    head.register_forward_pre_hook(lambda _, given: inputs.append(given[0].detach()))
+    torch.manual_seed(0)
+    logits = []
+    disagreement = []
+    mean = torch.zeros(found.model.num_classes)
+    for batch in batches:
+        inputs.clear()
+        given = method(batch.x).cpu()
+        offset = given - head(inputs[0][: len(given)]).detach().cpu()  # what a method adds to the head's logits
+        inputs_now = inputs[0][: len(given)]
+        samples = [_dropped(head, inputs_now).cpu() + offset for _ in range(DROPOUT_SAMPLES)]
+        predictions = torch.stack([sample.argmax(1) for sample in samples])
+        disagreement.append((predictions != given.argmax(1)).double().mean(0))
+        mean += torch.stack([sample.softmax(1) for sample in samples]).mean(0).sum(0)
+        logits.append(given)
+    mean /= mean.sum()
+    spread = float(torch.special.entr(mean).sum()) / math.log(len(mean))
+    y = torch.cat([batch.y for batch in batches])
+    index = torch.cat([batch.index for batch in batches])
+    return Cell(torch.cat(logits), asked, y, index, torch.cat(disagreement), spread)
+
+
+@torch.no_grad()
+def _dropped(head: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    hooks, head._forward_pre_hooks = head._forward_pre_hooks, type(head._forward_pre_hooks)()
+    try:
+        return head(torch.nn.functional.dropout(inputs, DROPOUT))
+    finally:
+        head._forward_pre_hooks = hooks
+
+
+def estimators(cells: dict[str, Cell]) -> dict[str, Estimator]:
+    """Return each estimate of a cell's accuracy in percent, from the calibration cells of its method."""
+    clean = cells[CLEAN]
+    temperature = fitted_temperature(clean)
+    surest = clean.asked.double().softmax(1).amax(1)
+    threshold = surest.quantile(1 - float((clean.asked.argmax(1) == clean.y).double().mean()))
+    labelled = coefficients(cell.rows for cell in cells.values())[0]
+    without = coefficients(unlabelled(cells).values())[0]
+
+    def confidence(cell: Cell) -> float:
+        return 100 * float(cell.given.double().softmax(1).amax(1).mean())
+
+    def tempered(cell: Cell) -> float:
+        return 100 * float((cell.given.double() / temperature).softmax(1).amax(1).mean())
+
+    def above_threshold(cell: Cell) -> float:
+        return 100 * float((cell.given.double().softmax(1).amax(1) > threshold).double().mean())
+
+    def aetta(cell: Cell) -> float:
+        return 100 * max(0.0, 1 - cell.spread**-AETTA_POWER * float(cell.disagreement.mean()))
+
+    return {
+        "mean confidence": confidence,
+        "confidence, temperature of clean images": tempered,
+        "ATC": above_threshold,
+        "AETTA, dropout before the head": aetta,
+        "mgtta.calibrate without labels": lambda cell: 100 * float(probability(without, cell.rows.evidence[0]).mean()),
+        "mgtta.calibrate": lambda cell: 100 * float(probability(labelled, cell.rows.evidence[0]).mean()),
+    }
+
+
+def unlabelled(cells: dict[str, Cell]) -> dict[str, Rows]:
+    """Return the rows of the calibration cells with the source model's probabilities on clean images as truth."""
+    clean = cells[CLEAN]
+    probs = dict(zip(clean.index.tolist(), clean.asked.double().softmax(1), strict=True))
+    found = {}
+    for name, cell in cells.items():
+        known = torch.stack([probs[i] for i in cell.index.tolist()])
+        found[name] = Rows.of(cell.given, cell.asked, known)
+    return found
+
+
+def fitted_temperature(clean: Cell) -> float:
+    """Return the temperature with the lowest cross-entropy on clean images."""
+    tried = [0.4 * 1.05**k for k in range(50)]
+    losses = [torch.nn.functional.cross_entropy(clean.asked.double() / t, clean.y).item() for t in tried]
+    return tried[losses.index(min(losses))]
+
+
+def read(work: Path, name: str, part: str, method: str) -> dict[str, Cell]:
+    """Return the finished cells, by domain in the order of the protocol."""
+    domains = [CLEAN, *VALIDATION_CORRUPTIONS] if part == "calibration" else CORRUPTIONS
+    paths = {domain: work / f"{name}-{part}-{domain}-{method}.pt" for domain in domains}
+    return {d: Cell(**torch.load(path, weights_only=True)) for d, path in paths.items() if path.exists()}
+
+
+def measured(work: Path, name: str) -> Iterator[dict]:
+    """Yield a row for each cell of the test: truth and estimates."""
+    for method in METHODS[name]:
+        cells = read(work, name, "calibration", method)
+        if len(cells) < 1 + len(VALIDATION_CORRUPTIONS):
+            continue
+        left_out = left_out_error({domain: cell.rows for domain, cell in cells.items()})
+        found = estimators(cells)
+        source = coefficients(cell.rows for cell in cells.values())[1]
+        for domain, cell in read(work, name, "test", method).items():
+            before = 100 * float((cell.asked.argmax(1) == cell.y).double().mean())
+            yield {
+                "setting": name,
+                "method": method,
+                "domain": domain,
+                "images": len(cell.y),
+                "accuracy": cell.accuracy,
+                "estimates": {key: estimate(cell) for key, estimate in found.items()},
+                "source accuracy": before,
+                "source estimate": 100 * float(probability(source, cell.rows.evidence[1]).mean()),
+                "left-out error": left_out,
+            }
+
+
+def errors(rows: list[dict], key: str) -> list[float]:
+    return [abs(row["estimates"][key] - row["accuracy"]) for row in rows]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def page(args: argparse.Namespace) -> None:
+    """Write results/estimate.json and results/estimate.md from the finished cells."""
+    rows = [row for name in METHODS for row in measured(args.work, name)]
+    text = [TITLE, f"`{COMMAND}`", ABOUT]
+    for name in METHODS:
+        mine = [row for row in rows if row["setting"] == name]
+        if mine:
+            text += [f"## {HEADINGS[name]}", summary(mine, name), every_cell(mine)]
+    with atomic(args.out / "estimate.json") as temporary:
+        temporary.write_text(json.dumps({"command": COMMAND, "rows": rows}, indent=1) + "\n")
+    with atomic(args.out / "estimate.md") as temporary:
+        temporary.write_text("\n\n".join(text) + "\n")
+    print("\n\n".join(text))
+
+
+def summary(rows: list[dict], name: str) -> str:
+    """Return the mean absolute error of each estimate for each method."""
+    methods = [method for method in METHODS[name] if any(row["method"] == method for row in rows)]
+    lines = []
+    for key in rows[0]["estimates"]:
+        cells = [mean(errors([r for r in rows if r["method"] == m], key)) for m in methods]
+        lines.append([key, *(f"{value:.1f}" for value in cells), f"{mean(errors(rows, key)):.1f}"])
+    domains = len({row["domain"] for row in rows})
+    gains = [gain_error(row) for row in rows if row["method"] != "noadapt"]
+    signs = [row for row in rows if abs(row["accuracy"] - row["source accuracy"]) > 2]
+    agreeing = [row for row in signs if gain(row) * (row["accuracy"] - row["source accuracy"]) > 0]
+    notes = (
+        f"Mean absolute error in points over {domains} corruptions, {rows[0]['images']} images each. The estimated "
+        f"gain over the source model is off by {mean(gains):.1f} points on average; where the true gain is above 2 "
+        f"points, or below -2, its sign is right in {len(agreeing)} of {len(signs)} cells."
+    )
+    return table(["estimate", *methods, "all"], lines, right=True) + "\n\n" + notes
+
+
+def gain(row: dict) -> float:
+    return row["estimates"]["mgtta.calibrate"] - row["source estimate"]
+
+
+def gain_error(row: dict) -> float:
+    return abs(gain(row) - (row["accuracy"] - row["source accuracy"]))
+
+
+def every_cell(rows: list[dict]) -> str:
+    """Return the table of all cells: true accuracy and estimate."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    by_cell = {(row["domain"], row["method"]): row for row in rows}
+    lines = []
+    for domain in dict.fromkeys(row["domain"] for row in rows):
+        cells = []
+        for method in methods:
+            row = by_cell.get((domain, method))
+            cells.append("" if row is None else f"{row['accuracy']:.1f} / {row['estimates']['mgtta.calibrate']:.1f}")
+        lines.append([domain, *cells])
+    shown = table(["corruption", *methods], lines, right=True)
+    return f"True accuracy / estimate (`mgtta.calibrate`), percent:\n\n{shown}"
+
+
+TITLE = "# Estimates of accuracy without labels"
+COMMAND = "python benchmarks/estimate.py run --data FOLDER --checkpoint FILE --work FOLDER"
+HEADINGS = {"imagenet": "ImageNet images, DeiT-Tiny", "characters": "Embedded characters, glyphs_vit"}
+ABOUT = ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "page"))
+    parser.add_argument("--data", type=Path, help="folder of the shards imagenet-val5k-0000{0,1,2}.tar")
+    parser.add_argument("--checkpoint", type=Path, help="weights of deit_tiny_patch16_224")
+    parser.add_argument("--settings", default="imagenet,characters")
+    parser.add_argument("--images", type=int, default=128, help="of each domain")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--work", type=Path, required=True, help="folder for the cells")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    run(args) if args.what == "run" else page(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""The experiment `streams` for many processes on one GPU: every image is corrupted once, and all processes read it.
+
+    python benchmarks/streams.py --data SHARDS --checkpoint DEIT_TINY --workers 15 --out runs/streams
+
+It is the experiment `mgtta bench streams` on DeiT-Tiny: kinds, batches, scores and records are the same, but the
+seeds only change the order of the images, since corruptions are drawn once. Every gradient method has gather=16 and
+recall=16; its learning rate and pull are those of SETTINGS, the best on shard 0 under the validation
+corruptions, six pairs for each method. Records are appended to OUT/records.jsonl; what is there is not run again.
+"""
+
+import argparse
+import json
+import multiprocessing
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import imagenet
+import torch
+from torch import Tensor
+
+import mgtta
+from mgtta.data.corruptions import CORRUPTIONS, corrupt
+from mgtta.data.streams import GRADUAL
+from mgtta.evaluation.metrics import expected_calibration_error, reliability
+from mgtta.methods.registry import recipe
+
+BATCH_SIZE = 64
+SINGLE_IMAGES = 400  # of each corruption, in batches of one
+ROUNDS = 10
+ROUND_IMAGES = 1000  # of each corruption in a round
+GRADUAL_IMAGES = 100  # of each corruption and severity
+CORRUPTED_AT_ONCE = 50  # images
+SEEDS = 3
+KINDS = ("rounds", "one", "continual", "mixed", "labels", "reset", "gradual", "clean")  # the longest first
+SETTINGS: dict[str, tuple[float, float]] = {  # learning rate and pull, the best of six on validation streams
+    "mgtta_plus": (5e-3, 0.05),
+    "plus_adam": (5e-3, 0.05),
+    "mgtta": (5e-3, 0.05),
+    "eq7_adam": (5e-3, 0.05),
+    "spa_eata": (1e-2, 0.05),
+    "roid": (7.5e-4, 0.05),
+    "eata": (2.5e-3, 0.0),
+    "plus_sgd": (1.5e-2, 0.0),
+    "eq7_sgd": (1.5e-2, 0.0),
+    "deyo": (1.5e-4, 0.0),
+    "rdumb": (7.5e-4, 0.0),
+    "actmad": (1.5e-2, 0.0),
+    "sar": (1.5e-3, 0.0),
+    "tent": (3e-4, 0.0),
+    "shot": (1e-3, 0.0),
+    "eta": (3e-4, 0.0),
+    "tent_come": (3e-3, 0.05),
+    "eata_come": (1e-3, 0.0),
+    "sar_come": (3e-3, 0.05),
+    "spa_eta": (3e-3, 0.05),
+    "spa": (1.5e-3, 0.05),
+    "cmf": (7.5e-5, 0.05),
+    "mgtta_lstm": (5e-3, 0.05),
+    "cotta": (2.5e-2, 0.0),
+}
+Job = tuple[str, str, int]  # method, kind, seed
+
+
+class Bench:
+    """DeiT-Tiny, the test images under all corruptions on the device, and what methods need."""
+
+    def __init__(self, path: Path, device: str):
+        made = torch.load(path, mmap=True)
+        torch.set_num_threads(1)
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.allow_tf32 = True
+        self.device = device
+        self.labels = made["labels"]
+        self.sets = {name: x.to(device) for name, x in made["sets"].items()}
+        self.model = imagenet.deit_tiny(Path(made["checkpoint"]), device)
+        clean = made["clean"].to(device)
+        self.needs = {
+            "source": mgtta.source_statistics(self.model, clean),
+            "fisher": mgtta.fisher_information(self.model, clean[:256]),
+        }
+
+    def method(self, name: str) -> Any:
+        chosen = recipe(name)
+        settings: dict[str, Any] = {key: value for key, value in self.needs.items() if key in chosen.settings}
+        return mgtta.create(name, self.model, precision="fp32", **settings, **wrapped(name))
+
+    def visits(self, kind: str, seed: int) -> Iterator[tuple[str, list[Tensor]]]:
+        """Yield the name of each domain and the rows of its batches; a row is a number of set and of image."""
+        random = torch.Generator().manual_seed(seed)
+        names = list(self.sets)
+
+        def some(name: str, images: int | None = None) -> Tensor:
+            order = torch.randperm(len(self.sets[name]), generator=random)[:images]
+            if kind == "labels":
+                order = order[self.labels[order].argsort(stable=True)]
+            return torch.stack([torch.full_like(order, names.index(name)), order], 1)
+
+        if kind == "mixed":
+            rows = torch.cat([some(name) for name in CORRUPTIONS])
+            yield "mixed", list(rows[torch.randperm(len(rows), generator=random)].split(BATCH_SIZE))
+        elif kind == "clean":
+            yield "clean", list(some("clean").split(BATCH_SIZE))
+        elif kind == "gradual":
+            for name in CORRUPTIONS:
+                for severity in GRADUAL:
+                    yield f"{name}/{severity}", list(some(f"{name}/{severity}").split(BATCH_SIZE))
+        elif kind == "one":
+            for name in CORRUPTIONS:
+                yield name, list(some(name, SINGLE_IMAGES).split(1))
+        elif kind == "rounds":
+            for _ in range(ROUNDS):
+                for name in CORRUPTIONS:
+                    yield name, list(some(name, ROUND_IMAGES).split(BATCH_SIZE))
+        else:
+            for name in CORRUPTIONS:
+                yield name, list(some(name).split(BATCH_SIZE))
+
+    def run(self, name: str, kind: str, seed: int) -> list[dict[str, Any]]:
+        """Return the records of a method on a stream, one for each visit of a domain."""
+        torch.manual_seed(seed)
+        method = self.method(name)
+        sets = list(self.sets.values())
+        records = []
+        for domain, batches in self.visits(kind, seed):
+            if kind == "reset":
+                method.reset()
+            logits = []
+            for rows in batches:
+                x = torch.stack([sets[d][i] for d, i in rows.tolist()])
+                logits.append(method(x))
+            y = self.labels[torch.cat(batches)[:, 1]]
+            records.append({"domain": domain, **scores(torch.cat(logits).float().cpu(), y)})
+        own = {"experiment": "streams", "method": name, "kind": kind, "seed": seed, "settings": wrapped(name)}
+        return [{**own, **record, "without": [], "split": "test"} for record in records]
+
+
+def wrapped(name: str) -> dict[str, Any]:
+    if recipe(name).descent is None:
+        return {}
+    lr, pull = SETTINGS[name]
+    return {"lr": lr, "pull": pull, "gather": 16, "recall": 16}
+
+
+def scores(logits: Tensor, y: Tensor) -> dict[str, Any]:
+    right = logits.argmax(1) == y
+    bins = reliability(logits, y)
+    return {
+        "images": len(y),
+        "labelled": len(y),
+        "top1": 100 * float(right.float().mean()),
+        "ece": expected_calibration_error(bins),
+    }
+
+
+def make(args: argparse.Namespace) -> Path:
+    """Write the images for the processes to read."""
+    path = args.folder / "streams.pt"
+    args.folder.mkdir(parents=True, exist_ok=True)
+    held = imagenet.shard(args.data, 1, 2)
+    x = held.x.to(args.device)
+
+    def corrupted(name: str, severity: int, images: int) -> Tensor:
+        parts = zip(x[:images].split(CORRUPTED_AT_ONCE), torch.arange(images).split(CORRUPTED_AT_ONCE), strict=True)
+        return torch.cat([corrupt(part, name, severity, index=index).cpu() for part, index in parts])
+
+    sets = {"clean": held.x}
+    sets |= {name: corrupted(name, 5, len(x)) for name in CORRUPTIONS}
+    for name in CORRUPTIONS:
+        for severity in sorted(set(GRADUAL)):
+            sets[f"{name}/{severity}"] = corrupted(name, severity, GRADUAL_IMAGES)
+    clean = imagenet.shard(args.clean or args.data, 0).x
+    torch.save({"sets": sets, "labels": held.labels, "clean": clean, "checkpoint": str(args.checkpoint)}, path)
+    return path
+
+
+_BENCH: Bench | None = None
+
+
+def begin(path: Path, device: str) -> None:
+    global _BENCH
+    _BENCH = Bench(path, device)
+
+
+def work(job: Job) -> list[dict[str, Any]]:
+    assert _BENCH is not None
+    return _BENCH.run(*job)
+
+
+def jobs(args: argparse.Namespace) -> list[Job]:
+    methods = args.methods.split(",")
+    few = set(args.rounds.split(","))
+    found = []
+    for seed in range(args.seeds):
+        for kind in KINDS:
+            for method in methods:
+                if kind == "rounds" and (method not in few or seed):
+                    continue
+                if kind == "one" and seed >= args.single_seeds:
+                    continue
+                found.append((method, kind, seed))
+    return found
+
+
+def main() -> None:
+    parser = imagenet.arguments(__doc__.split("\n")[0])
+    parser.add_argument("--clean", type=Path, help="folder of shard 0, if it is another")
+    parser.add_argument("--folder", type=Path, default=Path("runs/streams"), help="for the corrupted images")
+    parser.add_argument("--methods", default=",".join(["noadapt", *SETTINGS]))
+    parser.add_argument("--rounds", default="mgtta_plus,plus_adam", help="methods that run ten rounds, with one seed")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--single-seeds", type=int, default=SEEDS, help="seeds of batches of one")
+    parser.add_argument("--workers", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=1e6, help="stop after so long")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    store = args.out / "records.jsonl"
+    known = [json.loads(text) for text in store.read_text().splitlines()] if store.exists() else []
+    done = {(record["method"], record["kind"], record["seed"]) for record in known}
+    todo = [job for job in jobs(args) if job not in done]
+    began = time.monotonic()
+    path = make(args)
+    pool = ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn"), begin, (path, args.device))
+    futures = {pool.submit(work, job): job for job in todo}
+    try:
+        for future in as_completed(futures, args.seconds - (time.monotonic() - began)):
+            records = future.result()
+            with open(store, "a") as file:
+                file.writelines(json.dumps(record) + "\n" for record in records)
+            top1 = sum(record["top1"] for record in records) / len(records)
+            print(*futures[future], f"{top1:.2f}", f"{time.monotonic() - began:.0f} s", flush=True)
+    except TimeoutError:
+        print("time is over; the same command takes up what is missing", flush=True)
+    for process in pool._processes.values():
+        process.kill()
+    pool.shutdown(wait=False, cancel_futures=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Options of every method that learns, as `create` applies them: which parameters adapt, and their pull."""
+
+import copy
+
+from mgtta.adaptation.method import Method
+from mgtta.methods._checks import check_number
+from mgtta.methods._recipe import Recipe
+from mgtta.models.classifier import Classifier
+from mgtta.models.norms import Chosen
+
+
+def choosing(model: Classifier, params: Chosen | None, chosen: Recipe) -> Classifier:
+    """Return the model, or one with the same weights that says which parameters adapt."""
+    if params is None:
+        return model
+    if chosen.descent is None:
+        raise ValueError(f"{chosen.name} adapts no parameters by an optimizer: leave params out")
+    model = copy.copy(model)
+    model.adapts = params
+    return model
+
+
+def set_pull(method: Method, pull: float | None) -> None:
+    """Set the share of the way back to the source; None leaves the method's own."""
+    check_number("pull", pull)
+    if pull is None:
+        return
+    if method.optimizer is None and pull:
+        raise ValueError(f"{method.name} adapts no parameters that pull could draw back to the source: leave pull out")
+    if not pull < 1:
+        raise ValueError(f"pull is a share of the way back to the source: at least 0 and below 1, not {pull}")
+    method.pull = float(pull)
