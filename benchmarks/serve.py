@@ -176,10 +176,10 @@ def rates(x: torch.Tensor, files: list[bytes], clients: list[int], seconds: floa
             for count in clients:
                 for kind in ("one", "one each"):
                     names = [f"own-{i}" if kind == "one each" else "shared" for i in range(count)]
-                    callers = [Caller(address, name, files) for name in names]
                     if not repeat:
-                        for caller in callers:  # one after another: a stream is made and saved for the first time
-                            caller(0)
+                        for name in sorted(set(names)):  # one after another: streams are made, and saved at once
+                            Caller(address, name, files)(0)
+                    callers = [Caller(address, name, files) for name in names]
                     found = measured(callers, WARM_UP_SECONDS, seconds)
                     for caller in callers:
                         caller.connection.close()

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mgtta.adaptation.estimate import Calibration
 from mgtta.adaptation.wrapper import Adapting
 from mgtta.serve.live import News
 from mgtta.serve.store import StateFolder, check_name
@@ -51,11 +52,13 @@ class Replica:
     def __init__(self) -> None:
         self._streams: Streams | None = None
 
-    async def begin(self, build: Callable[[], Adapting], side: int, folder: str, limits: Limits) -> None:
+    async def begin(
+        self, build: Callable[[], Adapting], side: int, folder: str, limits: Limits, calibration: Calibration | None
+    ) -> None:
         """Make the method, and begin to answer."""
         torch.set_num_threads(1)
         if self._streams is None:
-            self._streams = Streams(build(), side, folder, limits, shared=True)
+            self._streams = Streams(build(), side, folder, limits, calibration=calibration, shared=True)
 
     @property
     def streams(self) -> Streams:
@@ -117,10 +120,12 @@ class Cluster:
         folder: str | Path,
         limits: Limits | None = None,
         *,
+        calibration: Calibration | None = None,
         replicas: int = 2,
         address: str = HERE,
     ):
         self.method = build()
+        self.calibration = calibration
         self.side = side
         self.limits = limits or Limits()
         self.store = StateFolder(folder)
@@ -128,7 +133,7 @@ class Cluster:
         try:
             options = {"num_cpus": 1, "max_restarts": -1, "max_concurrency": AT_ONCE}
             actor = self._ray.remote(**options)(Replica)
-            self._how = (self._ray.put(build), side, str(Path(folder).resolve()), self.limits)
+            self._how = (self._ray.put(build), side, str(Path(folder).resolve()), self.limits, calibration)
             self.replicas = [actor.remote() for _ in range(replicas)]
             self._ray.get([replica.begin.remote(*self._how) for replica in self.replicas], timeout=START_SECONDS)
         except self._ray.exceptions.GetTimeoutError as error:
