@@ -222,7 +222,7 @@
     const tiles = [ // what, figure, unit, more
       ...(report.accuracy == null ? [] : [estimate]),
       ["sure of its answers", percent(report.confidence), "", `source model: ${percent(report.source_confidence)}`],
-      ["agrees with the source", percent(report.agreement), "", "in a sample, one image in eight"],
+      ["agrees with the source", percent(report.agreement), "", "one image in eight"],
       ["entropy", report.entropy == null ? "–" : report.entropy.toFixed(2), "nats", "0: entirely sure"],
       ["images", few(report.images_per_second), "a second", "over the last 10 seconds"],
       ["time to an answer", milliseconds(report.latency_seconds), "ms", `99 % within ${milliseconds(report.late_seconds)} ms`],
