@@ -135,6 +135,19 @@ def test_adapt_takes_a_model_of_your_own_function(run, folder, tmp_path, monkeyp
     assert out.read_text() == shipped.read_text()
 
 
+def test_adapt_takes_the_parameters_that_adapt(run, folder, tmp_path):
+    named = options(model="glyphs_vit", out=tmp_path / "p.csv", method="tent", set="params=blocks.*.norm1, norm")
+    code, _, error = run("adapt", folder, *named, "--state", tmp_path / "state")
+    assert code == 0, error
+    method = mgtta.create("tent", mgtta.load_model("glyphs_vit"), params=["blocks.*.norm1", "norm"])
+    mgtta.load_state(method, tmp_path / "state")
+    assert method.updates == 1
+    named[-1] = "params=blocks.*.nrom1"
+    code, _, error = run("adapt", folder, *named)
+    assert code == 2
+    assert "no parameter is named 'blocks.*.nrom1'" in error
+
+
 def test_source_then_train_then_adapt(run, folder, tmp_path):
     code, out, err = run("source", folder, "--model", "glyphs_vit", "--out", tmp_path / "src", "--device", "cpu")
     assert code == 0, err

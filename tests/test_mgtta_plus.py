@@ -7,19 +7,26 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import CLASSES, NETS, convnet, images, random_generator, vit
 from torch import nn
 
 import mgtta
+from mgtta.adaptation.wrapper import Wrapper, innermost
 from mgtta.fast.vit import ViT
 from mgtta.methods.mgtta_plus import ALIKE
 from mgtta.methods.mgtta_plus import MEMORY_IMAGES as MEMORY
 from mgtta.methods.mgtta_plus import PRIOR_IMAGES as PRIOR
+from mgtta.models.head import HeadTap
+
+BARE = {"pull": 0, "gather": 0, "recall": 0}
 
 
 def make(model, mirror=True, **settings):
+    """Return mgtta+ without its default options, so that each piece is seen by itself."""
     source = mgtta.source_statistics(model, images(16, seed=99))
-    return mgtta.create("mgtta+", model, source=source, generator=random_generator(), mirror=mirror, **settings)
+    given = {**BARE, **settings}
+    return mgtta.create("mgtta+", model, source=source, generator=random_generator(), mirror=mirror, **given)
 
 
 @pytest.fixture
@@ -33,6 +40,19 @@ def test_without_its_pieces_it_is_mgtta(model):
     same = make(model, lr=0.01, recentre=0.0, mirror=False, decay=math.inf)
     for t in range(3):
         torch.testing.assert_close(same(images(seed=t)), plain(images(seed=t)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["mgtta+", "plus_adam", "plus_sgd"])
+def test_it_has_pull_gather_and_recall_by_default(model, name):
+    source = mgtta.source_statistics(model, images(16, seed=99))
+    method = mgtta.create(name, model, source=source)
+    assert method.most == 16
+    assert method.method.images == 16
+    assert innermost(method).pull == 0.05
+    assert innermost(method).decay == math.inf
+    bare = mgtta.create(name, model, source=source, **BARE)
+    assert not isinstance(bare, Wrapper)
+    assert bare.pull == 0
 
 
 def test_its_objective_is_of_both_views(model):
@@ -141,16 +161,21 @@ def convolution_as_head():
 
 def re_centred_by_hand(method, batches):
     """Yield the logits of a method with lr=0 and without mirror images, from the model's own embeddings."""
-    linear = method.source.head_layer != ""
+    layer = method.source.head_layer
     mu = method.source.head
     running = mu
     seen = 0
     for x in batches:
-        logits, f = method.model.embed(x) if linear else (method.model(x),) * 2
+        logits, features = method.model.features(x, HeadTap(layer))
+        f = features[-1]
         rate = max(len(x) / (seen + PRIOR + len(x)), len(x) / (MEMORY + len(x)))
         running = running + rate * (f.detach().mean(0) - running)
         seen += len(x)
-        moved = method.model.head(f + mu - running) if linear else logits + mu - running
+        if layer == "":
+            yield (logits + mu - running).detach()
+            continue
+        head = method.model.net.get_submodule(layer)
+        moved = F.linear(f + mu - running, head.weight.flatten(1), head.bias)
         yield moved.detach()
 
 
@@ -161,7 +186,7 @@ def re_centred_by_hand(method, batches):
         (NETS["batchnorm"], "8"),
         (NETS["groupnorm"], "8"),
         (TwoHeads, ""),
-        (convolution_as_head, ""),
+        (convolution_as_head, "7"),
     ],
     ids=["vit", "batchnorm", "groupnorm", "two heads", "convolution"],
 )
@@ -182,7 +207,9 @@ def test_any_head_is_re_centred(net, layer):
     assert torch.equal(method(images(5, seed=7)), expected)
 
 
-@pytest.mark.parametrize("net", [NETS["groupnorm"], TwoHeads], ids=["linear", "two heads"])
+@pytest.mark.parametrize(
+    "net", [NETS["groupnorm"], TwoHeads, convolution_as_head], ids=["linear", "two heads", "convolution"]
+)
 def test_re_centring_by_features_is_re_centring_by_logits(net):
     """The head is linear, so its logits' mean moves as the features' mean does; on scored classes too."""
     torch.manual_seed(0)
@@ -216,7 +243,11 @@ def test_an_export_of_any_linear_head_has_the_shift():
     _, f = method.model.embed(x)
     expected = method.model.head(f + method.source.head - method.mean)
     torch.testing.assert_close(method.export()(x), expected)
-    with pytest.raises(ValueError, match=r"TwoHeads do not come from one linear layer.*recentre=0"):
+    method = make(mgtta.load_model(convolution_as_head()), mirror=False)
+    method(images(8) * 0.6)
+    shift = method._shift(method.mean)
+    torch.testing.assert_close(method.export()(x), method.model(x) + shift)
+    with pytest.raises(ValueError, match=r"TwoHeads has no layer whose bias takes the shift: give recentre=0"):
         make(mgtta.load_model(TwoHeads())).export()
 
 

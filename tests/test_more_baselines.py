@@ -125,7 +125,7 @@ def test_neo_and_foa_shift_re_centre_where_the_head_reads():
     for name in ("neo", "foa_shift"):
         with pytest.raises(ValueError, match="takes other features"):
             mgtta.create(name, model, source=old)(images(2))
-        with pytest.raises(ValueError, match="do not come from one linear layer"):
+        with pytest.raises(ValueError, match="do not come from its last linear layer"):
             mgtta.create(name, model, source=two)
 
 

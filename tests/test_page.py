@@ -253,6 +253,12 @@ def test_three_methods_stand_out_and_the_rest_is_grey():
             looks = {s["look"]: s["name"] for s in series if s["look"] not in ("other", "ideal")}
             assert looks == {"best": "tent_come", "second": "mgtta", "still": "noadapt"}, name
             assert sum(s["look"] == "other" for s in series) == len(recipes()) - 3
+    tried = {"tent": {0.1: 40.0, 0.2: 60.0}, "eata": {0.2: 30.0, 0.4: 50.0}}  # each by its own best rate
+    swept = [
+        fake(m, experiment="sweep", settings={"lr": lr}, top1=v) for m, vs in tried.items() for lr, v in vs.items()
+    ]
+    rates = charts_of(page.page(sections(swept)))["s0-axis"]
+    assert [(s["name"], s["look"]) for s in rates["views"]["all"]] == [("eata", "second"), ("tent", "best")]
     few = charts_of(page.page(sections([fake("tent", top1=50.0), fake("eata", top1=40.0)])))["s0-curve"]
     assert [(s["name"], s["look"]) for s in few["views"]["all domains"]] == [("eata", "second"), ("tent", "best")]
 

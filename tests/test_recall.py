@@ -232,13 +232,13 @@ def test_recall_is_refused_by_name(name):
         make(name, mgtta.load_model(suitable(name)), recall=2)
 
 
-ANY_CLASS = mgtta.Guard(dominance=1.0)  # random weights give most images one class
+LENIENT = mgtta.Guard(tolerance=0.9)
 OPTIONS = {
     "gather": {"gather": 48},
     "schedule": {"schedule": "auto"},
-    "guard": {"guard": ANY_CLASS},
+    "guard": {"guard": LENIENT},
     "bf16": {"precision": "bf16"},
-    "all": {"gather": 48, "schedule": "auto", "guard": ANY_CLASS, "pull": 0.05},
+    "all": {"gather": 48, "schedule": "auto", "guard": LENIENT, "pull": 0.05},
 }
 
 
@@ -257,21 +257,13 @@ def test_recall_works_with_the_other_options(settings, tmp_path):
     assert all(torch.equal(other(x), logits) for x, logits in zip(xs[7:], straight[7:], strict=True))
 
 
-@pytest.mark.parametrize("inside", [{"schedule": "auto"}, {"gather": 8}, {"recall": 2}], ids=str)
-def test_a_guard_knows_the_parameters_of_a_method_in_wrappers(inside):
-    often = mgtta.Guard(dominance=1.0, every=8, sure=0.01)
-    method = tent(**{"recall": None, "guard": often, **inside})
-    run(method, day)
-    assert method.watch.there.keys() == method.adapted.keys()
-
-
 def test_events_of_recall_and_of_its_guard_come_in_order():
-    method = tent(guard=ANY_CLASS)
+    method = tent(guard=LENIENT)
     run(method, day, dark, batches=4)
     method.watch.events.append({"image": 1, "action": "slow"})
     assert actions(method) == ["slow", "shift"]
-    method.watch.events.append({"image": 10**6, "action": "source"})
-    assert actions(method) == ["slow", "shift", "source"]
+    method.watch.events.append({"image": 10**6, "action": "rest"})
+    assert actions(method) == ["slow", "shift", "rest"]
 
 
 def test_wrappers_inside_begin_again_when_a_state_is_loaded():

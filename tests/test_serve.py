@@ -272,6 +272,19 @@ def test_a_guarded_stream_does_not_learn_from_images_that_show_nothing():
     assert stream.waiting == 3
 
 
+def test_no_image_is_saved_with_a_guard(tmp_path):
+    method = tent(lr=1e-3, guard=mgtta.Guard(every=8))
+    x = patterns(64, seed=6)
+    with serving(tmp_path, method, wait_seconds=0) as streams:
+        for batch in x.split(8):
+            ask(streams, "a", batch)
+            until(lambda: not streams._due)
+        until(lambda: streams._loaded["a"].method.watch.lost)
+    [path] = tmp_path.glob("*.safetensors")
+    saved = path.read_bytes()
+    assert not any(image.numpy().tobytes()[:64] in saved for image in x)
+
+
 def test_a_scheduled_stream_learns_and_rests_as_the_method_called_directly():
     settings = {"lr": 1e-4, "schedule": "auto", "recall": None, "gather": 16}
     direct = tent(**settings)

@@ -65,7 +65,7 @@ def adapt(
     data: Data,
     model: Model,
     out: Out = Path("predictions.csv"),
-    method: Method = "mgtta",
+    method: Method = "mgtta+",
     checkpoint: Checkpoint = None,
     num_classes: NumClasses = None,
     source: Source = None,
@@ -110,23 +110,22 @@ def adapt(
     if start is not None and "lr" in chosen:
         raise ValueError("--start continues at the learning rate of its state: leave out --set lr and --lr")
     part = ranks.part if split_shards else None
-    scored: dict[str, Any] = {"classes": classes, "restrict": restrict}
     classifier, dataset = model_and_data(
-        model, checkpoint, num_classes, data, size, skip_unreadable, device, part, **scored
+        model, checkpoint, num_classes, data, size, skip_unreadable, device, part, classes, restrict
     )
     chosen |= _needed(method, classifier, chosen, source, clean, size)
     how: dict[str, Any] = {"precision": precision, "low_memory": low_memory, "schedule": schedule}
-    order: dict[str, Any] = {"batch_size": batch_size, "images": images, "shuffle": shuffle}
+    order: dict[str, Any] = {"batch_size": batch_size, "images": images, "shuffle": shuffle, "domain": Path(data).name}
     files: dict[str, Any] = {"state": state, "export": export, "resume": resume, "save_every": save_every}
     with plain_warnings():
         adapting = mgtta.create(method, classifier, guard=guard, process_group=group, **how, **chosen)
         if start is not None:
             mgtta.load_state(adapting, start)
         same = {"settings": setting, "schedule": schedule}
-        more: dict[str, Any] = {"domain": Path(data).name, "compare": classifier if compare else None}
-        more["watch"] = story = _story(adapting, dataset, chosen, (json, report, estimate), (batch_size, size, images))
+        files["compare"] = classifier if compare else None
+        story = _story(adapting, dataset, chosen, (json, report, estimate), (batch_size, size, images))
         result = mgtta.adapt_stream(
-            adapting, dataset, out, **order, **files, protocol=same, split_shards=split_shards, **more
+            adapting, dataset, out, **order, **files, protocol=same, split_shards=split_shards, watch=story
         )
     if story is not None:
         story.end(result)

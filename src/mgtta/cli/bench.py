@@ -124,24 +124,11 @@ def bench(
     from mgtta.bench.store import Store
 
     images = _images(images, quick)
-    setup = Setup(
-        model,
-        None if checkpoint is None else str(checkpoint),
-        data,
-        validation,
-        source,
-        generator,
-        images,
-        _device(device, tf32),
-        tf32,
-        precision=precision,
-        profile=profile,
-        num_classes=num_classes,
-        classes=None if classes is None else str(classes),
-        restrict=restrict,
-        frost_textures=None if frost_textures is None else str(frost_textures),
-        constants=constants,
-    )
+    scored: dict[str, Any] = {"num_classes": num_classes, "classes": _text(classes), "restrict": restrict}
+    scored |= {"frost_textures": _text(frost_textures), "constants": constants}
+    how: dict[str, Any] = {"device": _device(device, tf32), "tf32": tf32, "precision": precision, "profile": profile}
+    weights = _text(checkpoint)
+    setup = Setup(model, weights, data, validation, source, generator, images, **how, **scored)
     amount = _amount(quick, corruptions, seconds, images, data) | _of_streams(experiment, set_, single, rounds)
     options = Options(names(methods), seeds, _variants(variant, experiment, data), generator, **amount)
     store = Store(out)
@@ -151,6 +138,10 @@ def bench(
     records = _run(experiment, options, setup, store, json, first, more)
     if first and not json:
         _print(records, profile, f"{len(records)} records of {experiment} are in {store.path}")
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _images(images: int | None, quick: bool) -> int | None:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from mgtta.models.checks import IMAGE_AXES
 from mgtta.models.classifier import Classifier
-from mgtta.models.head import LOGITS
+from mgtta.models.head import LOGITS, head_weight
 from mgtta.models.source import SourceStatistics
 
 
@@ -13,13 +13,14 @@ def through_head(model: Classifier, direction: Tensor, every_class: bool = False
     """Return what a move of what the head reads (D,) adds to the logits (C,).
 
     Args:
-        layer: LOGITS if the head reads the logits themselves, since they do not come from one linear layer.
+        layer: name of the layer that gives the logits; LOGITS if the move is of the logits themselves; None: the
+            linear head.
     """
     if layer == LOGITS:
         if model.classes is not None and not every_class:
             direction = direction[model.classes]
         return direction
-    weight = model.head.weight
+    weight = head_weight(model.head if layer is None else model.net.get_submodule(layer))
     if model.classes is not None and not every_class:
         weight = weight[model.classes]
     return weight.to(direction) @ direction
@@ -27,8 +28,8 @@ def through_head(model: Classifier, direction: Tensor, every_class: bool = False
 
 def linear_centre(source: SourceStatistics, model: Classifier, remedy: str) -> Tensor:
     """Return the source's mean of what the linear head reads (D,), for methods that need such a head."""
-    if source.head is not None and source.head_layer == LOGITS:
-        raise ValueError(f"the logits of {model.name} do not come from one linear layer: {remedy}")
+    if source.head is not None and model.net.get_submodule(source.head_layer) is not model.head:
+        raise ValueError(f"the logits of {model.name} do not come from its last linear layer: {remedy}")
     return source.before_head.to(model.head.weight)
 
 

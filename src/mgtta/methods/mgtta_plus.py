@@ -3,7 +3,7 @@
 Notation    n images; f (n, d) what the head reads, which gives the logits h = W f + b; mu the source's mean of f
 A running mean m of f, over about MEMORY_IMAGES images, tells how far the stream's features lie from the source's. Since
 the head is linear, taking the shift back before it is the same as adding W (mu - m) to the logits. If the logits do not
-come from one linear layer, f is the logits themselves and W is the identity.
+come from one layer, f is the logits themselves and W is the identity.
 """
 
 import math
@@ -68,9 +68,10 @@ class MGTTAPlus(MGTTA):
         self.recentre = recentre
         self.mirror = _mirrors(mirror, self.source)
         self._checked = not recentre or self.source.head is not None
-        self._reads_head = bool(recentre) and self.source.head_reads_last_layer is False  # read it, too
-        if self._reads_head:
-            self.model.read_head(self.source.head_layer)
+        self._layer: str | None = None  # the head, if what it reads is read besides the layers' features
+        if recentre and self.source.head_reads_last_layer is False:
+            self._layer = self.source.head_layer
+            self.model.read_head(self._layer)
         like = next(iter(self.adapted.values()))
         self.register_buffer("mean", self.source.to(like).before_head.detach().clone())
         self.register_buffer("images", torch.zeros((), device=like.device))  # of which the mean is
@@ -93,7 +94,7 @@ class MGTTAPlus(MGTTA):
         return logits.reshape(2, len(logits) // 2, logits.shape[1]).mean(0)
 
     def objective(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
-        if self._reads_head:
+        if self._layer is not None:
             features = features[:-1]
         if self.mirror and self.ranks.size > 1:  # ranks count images by their logits: one row for each view
             logits = logits.repeat(2, 1)
@@ -108,21 +109,18 @@ class MGTTAPlus(MGTTA):
 
     def _shift(self, mean: Tensor, every_class: bool = False) -> Tensor:
         """Return what is added to the logits (C,) if the stream's mean is this: recentre * W (mu - m)."""
-        source = self.source.to(mean)
-        layer = source.head_layer if self._reads_head else None
-        return self.recentre * through_head(self.model, source.before_head - mean, every_class, layer)
+        direction = self.source.to(mean).before_head - mean
+        return self.recentre * through_head(self.model, direction, every_class, self._layer)
 
     def export(self) -> nn.Module:
         """Return a copy of your own module with the adapted weights, and the shift in the bias of its head."""
         if not self.recentre:
             return super().export()
-        if self._reads_head and self.source.head_layer == LOGITS:
-            raise ValueError(
-                f"the logits of {self.model.name} do not come from one linear layer, whose bias could take the shift "
-                "of re-centring: create the method with recentre=0 to export it"
-            )
+        if self._layer == LOGITS:
+            raise ValueError(f"{self.model.name} has no layer whose bias takes the shift: give recentre=0 to export it")
         shift = self._shift(self.mean, every_class=True)
-        return export_net(self.model, self.adapted, statistics=self.statistics, head_shift=shift)
+        own = self.adapted
+        return export_net(self.model, own, statistics=self.statistics, head_shift=shift, head_layer=self._layer)
 
     def observe(self, seen: Pass) -> None:
         mean, images = self._running(seen.features[-1])

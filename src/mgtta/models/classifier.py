@@ -107,7 +107,7 @@ class Classifier(nn.Module):
         return logits, features
 
     def head_layer(self, x: Tensor) -> str:
-        """Return the name of the linear layer that gives the logits of x; "" if no single linear layer does."""
+        """Return the name of the layer that gives the logits of x; "" if no single layer does."""
         return head_layer(self.net, lambda: self._all_logits(x))
 
     def is_last_layer(self, last: Tensor, read: Tensor) -> bool:

@@ -76,14 +76,14 @@ def zero_shot(
         raise ValueError("class_names must be at least two names")
     if any("{}" not in template for template in templates) or not templates:
         raise ValueError("templates must be at least one sentence, each with {} for the class name")
-    model = copy.deepcopy(model).eval()
+    clip: Any = copy.deepcopy(model).eval()
     with torch.no_grad():
         texts = [template.format(name) for name in class_names for template in templates]
-        features = F.normalize(_text_features(model, texts, tokenizer), dim=-1)  # (C T, D)
+        features = F.normalize(_text_features(clip, texts, tokenizer), dim=-1)  # (C T, D)
         features = features.unflatten(0, (len(class_names), len(templates))).mean(1)  # (C, D)
-        net = ZeroShot(_encoder(model), F.normalize(features, dim=-1), model.logit_scale.exp(), _bias(model))
+        net = ZeroShot(_encoder(clip), F.normalize(features, dim=-1), clip.logit_scale.exp(), _bias(clip))
     if processor is None:
-        processor = _preprocessing(model, options)
+        processor = _preprocessing(clip, options)
     return load_model(net.to(features.device), processor=processor, **options)
 
 

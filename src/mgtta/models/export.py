@@ -22,6 +22,7 @@ def export_net(
     *,
     statistics: StreamStatistics | None = None,
     head_shift: Tensor | None = None,
+    head_layer: str | None = None,
 ) -> nn.Module:
     """Return a copy of the user's network with adapted weights: float32, evaluation mode, without the library's hooks.
 
@@ -32,6 +33,7 @@ def export_net(
         adapted: name in `model.named_parameters()` -> value; parameters that are not named keep the model's values.
         statistics: those of the stream, for BatchNorm layers. None: their running statistics, the source's.
         head_shift: what is added to the logits, (all classes of the head,); it goes into the bias of the head.
+        head_layer: name of the head, a linear layer or a convolution; None: the last linear layer.
     """
     net = copy.deepcopy(model.net)
     remove_own_hooks(net)
@@ -42,7 +44,8 @@ def export_net(
     if statistics is not None:
         statistics.write_to(net)
     if head_shift is not None:
-        _shift_logits(linear_head(net, model.name), head_shift)
+        head = linear_head(net, model.name) if head_layer is None else net.get_submodule(head_layer)
+        _shift_logits(head, head_shift)
     return net.requires_grad_().eval()
 
 
@@ -64,12 +67,13 @@ def _load(net: nn.Module, adapted: Mapping[str, Tensor]) -> None:
         own[name].copy_(value)
 
 
-def _shift_logits(head: nn.Linear, shift: Tensor) -> None:
+def _shift_logits(head: nn.Module, shift: Tensor) -> None:
     """Add the shift to the bias of the head, which gets a bias if it has none."""
-    if shift.shape != (head.out_features,):
-        raise ValueError(f"head_shift must be ({head.out_features},), one value per class, not {tuple(shift.shape)}")
-    shift = shift.detach().to(head.weight)
+    weight = head.get_parameter("weight")
+    if shift.shape != (len(weight),):
+        raise ValueError(f"head_shift must be ({len(weight)},), one value per class, not {tuple(shift.shape)}")
+    shift = shift.detach().to(weight)
     if head.bias is None:
         head.bias = nn.Parameter(shift.clone())
     else:
-        head.bias.add_(shift)
+        head.get_parameter("bias").add_(shift)

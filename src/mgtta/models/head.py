@@ -4,19 +4,21 @@ Shapes: N images, C classes, d features.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-LOGITS = ""  # in the place of a layer's name, for networks whose logits do not come from one linear layer
+LOGITS = ""  # in the place of a layer's name, for networks whose logits do not come from one such layer
+HEADS = (nn.Linear, nn.Conv2d)
 
 
 class HeadTap:
     """Where it is read what the head turns into logits.
 
     Attributes:
-        name: of the linear layer that gives the logits, whose input is read; LOGITS: the logits themselves are read.
+        name: of the layer that gives the logits, whose input is read; LOGITS: the logits themselves are read.
     """
 
     def __init__(self, name: str):
@@ -56,25 +58,39 @@ def linear_head(net: nn.Module, name: str) -> nn.Linear:
 
 @torch.no_grad()
 def head_layer(net: nn.Module, run: Callable[[], Tensor]) -> str:
-    """Return the name of the linear layer whose output is the network's logits; LOGITS if there is none.
+    """Return the name of the layer whose output is the network's logits; LOGITS if there is none.
 
-    Networks with a convolution as head, or with the mean of two heads, have none.
+    It is a linear layer, or a convolution that sees one place. The mean of two heads has none.
 
     Args:
         run: runs the network on some images, and returns the logits of all classes.
     """
+    calls: dict[str, list[tuple[tuple[Tensor, ...], Tensor]]] = {}
+    layers = {name: layer for name, layer in net.named_modules() if isinstance(layer, HEADS)}
+
+    def note(name: str, _layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        calls.setdefault(name, []).append((inputs, output))
+
+    handles = [layer.register_forward_hook(partial(note, name)) for name, layer in layers.items()]
     try:
-        head = linear_head(net, type(net).__name__)
-    except ValueError:
-        return LOGITS
-    calls: list[tuple[tuple[Tensor, ...], Tensor]] = []
-    with head.register_forward_hook(lambda _head, inputs, output: calls.append((inputs, output))):
         logits = run()
-    if len(calls) != 1 or not isinstance(logits, Tensor):
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not isinstance(logits, Tensor):
         return LOGITS
-    [(inputs, output)] = calls
-    if not inputs or inputs[0].numel() != len(logits) * head.in_features:
-        return LOGITS
-    if output.numel() != logits.numel() or not torch.allclose(output.reshape(logits.shape), logits, equal_nan=True):
-        return LOGITS
-    return next(name for name, module in net.named_modules() if module is head)
+    giving = [name for name, seen in calls.items() if len(seen) == 1 and _gives(layers[name], *seen[0], logits)]
+    return giving[-1] if giving else LOGITS
+
+
+def _gives(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, logits: Tensor) -> bool:
+    """Return whether a layer turned one vector for each image into its logits."""
+    values_of_an_image = head_weight(layer).shape[1]
+    if not inputs or inputs[0].numel() != len(logits) * values_of_an_image or output.numel() != logits.numel():
+        return False
+    return torch.allclose(output.reshape(logits.shape), logits, equal_nan=True)
+
+
+def head_weight(layer: nn.Module) -> Tensor:
+    """Return the matrix (C, d) of a linear layer, or of a convolution that sees one place."""
+    return layer.get_parameter("weight").flatten(1)

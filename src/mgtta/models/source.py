@@ -32,7 +32,7 @@ class SourceStatistics:
 
     Attributes:
         head: mean (d,) of what the head reads; None in older files.
-        head_layer: name of the linear layer that gives the logits; "" if there is none: then `head` is of the logits.
+        head_layer: name of the layer that gives the logits; "" if there is none: then `head` is of the logits.
         head_reads_last_layer: whether what the head reads are the last layer's features; None in older files.
         mirrored: share of clean images that are predicted alike when mirrored; 0 if the inputs are not images, None in
             older files.

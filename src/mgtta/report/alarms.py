@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-ACTIONS = ("rollback", "slow", "source", "pause")  # as in mgtta.adaptation.guarded, which imports torch
+ACTIONS = ("slow", "rest", "rollback", "source", "pause")  # of mgtta.adaptation.guarded, and of version 0.1
 
 
 def guard_words(records: Iterable[Mapping[str, Any]]) -> str:

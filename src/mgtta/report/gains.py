@@ -67,14 +67,19 @@ def still(section: Section) -> str | None:
 
 
 def levels(section: Section) -> dict[str, Figure]:
-    """Return the figure by which rows are ranked, the best first; rows that lack it come not at all.
+    """Return the figure by which rows are ranked, the best first; rows that lack it are left out.
 
-    It is the mean over domains or kinds of stream, or the only domain; of other columns the last.
+    It is the mean over domains or kinds of stream, or the only domain; of learning rates the row's best; of other
+    columns the last.
     """
     column = section.columns[-1]
     if is_streams(section) or (section.axis == "domain" and len(section.columns) > 1):
         column = MEAN
-    found = {row: cells[column] for row, cells in shown_figures(section).items() if column in cells}
+    figures = shown_figures(section)
+    if section.axis == "lr":
+        found = {row: max(cells.values(), key=lambda f: f.mean) for row, cells in figures.items() if cells}
+    else:
+        found = {row: cells[column] for row, cells in figures.items() if column in cells}
     lower = section.figure in LOWER_IS_BETTER
     return dict(sorted(found.items(), key=lambda item: item[1].mean if lower else -item[1].mean))
 

@@ -98,8 +98,7 @@ def adapt_stream(
         protocol: plain values of your own that must be the same when the run resumes, such as the learning rate.
         split_shards: each rank reads only its own tars of a path; a data set is taken to be this rank's own.
         domain: name of the stream; by default the name of the path.
-        compare: a model, such as the one that the method was made from: its predictions are written beside the
-            method's, for one more forward pass.
+        compare: a model, such as the source, whose predictions are written, too, for one more forward pass.
         watch: called with each batch and its logits, after the update; see mgtta.running.story.
         progress: show a progress bar, or lines if there is no terminal.
     """
@@ -113,15 +112,12 @@ def adapt_stream(
     with ExitStack() as stack:
         bar = stack.enter_context(_Bar(f"{method.name} on {name}", len(planned), progress and method.ranks.first))
         if resume is not None:
-            settings = _protocol(method, dataset, out, batch_size, images, protocol)
-            if compare is not None:
-                settings["compare"] = as_classifier(compare).fingerprint()
+            settings = _protocol(method, dataset, out, batch_size, images, protocol, compare)
             run = stack.enter_context(Run(Path(resume), method, Path(out), dataset, settings, batch_size, save_every))
             planned = planned.after(run.position)
             bar.skip(run.position)
         batches, classes = _labelled(method, dataset, planned)
-        names = classes or _imagenet_names(method)
-        on_batch = stack.enter_context(_writing(Path(out), dataset, names, method.ranks, run, bar, _source(compare)))
+        on_batch = stack.enter_context(_writing(Path(out), dataset, classes, method.ranks, run, bar, _source(compare)))
         if watch is not None:
             on_batch = _both(on_batch, watch)
         began = time.perf_counter()
@@ -190,10 +186,12 @@ def _protocol(
     batch_size: int,
     images: int | None,
     more: Mapping[str, Any] | None,
+    compare: nn.Module | None,
 ) -> dict[str, Any]:
     """Return what must be the same when the run resumes."""
     name = _names(dataset)
     names = [name(i) for i in range(len(dataset))][:images]
+    compared = {} if compare is None else {"compare": as_classifier(compare).fingerprint()}
     return {
         "method": method.name,
         "precision": method.precision,
@@ -201,6 +199,7 @@ def _protocol(
         "size": getattr(dataset, "size", None),
         "suffix": format_of(out),
         "images": hashlib.sha256("\n".join(names).encode()).hexdigest()[:16],
+        **compared,
         **(more or {}),
     }
 
@@ -209,14 +208,14 @@ def _labelled(method: Adapting, dataset: Any, planned: Stream) -> tuple[Iterable
     """Return the batches and the names of their classes; without labels and names if the model has other classes."""
     classes = getattr(dataset, "classes", None)
     if classes is None or len(classes) == method.model.num_classes:
-        return planned, classes
+        return planned, classes or _imagenet_names(method)
     if method.ranks.first:
         warnings.warn(
             f"{len(classes)} class folders, but the model has {method.model.num_classes} classes: the labels are not "
             "used; a file of the model's classes says which folder is which (--classes)",
             stacklevel=3,
         )
-    return (batch._replace(y=None) for batch in planned), None
+    return (batch._replace(y=None) for batch in planned), _imagenet_names(method)
 
 
 def _imagenet_names(method: Adapting) -> list[str] | None:

@@ -1,0 +1,160 @@
+"""The table "other networks": ResNet-50, ResNet-56 on CIFAR-10-C, and DeiT-Tiny on PACS, with published errors beside.
+
+    python benchmarks/others.py --resnet50 results/resnet50 --cifar10 results/cifar10 --pacs results/pacs --out results
+
+reads the records of `mgtta bench corruptions`, `continual` and `mixed` with `--model keras_resnet50`, of
+benchmarks/cifar.py and of benchmarks/pacs.py, and writes others.md. A folder that is not given is left out. With
+--readme, the first table also goes between the marks `others:start` and `others:end` of README.md.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pages import between, table
+
+from mgtta._lib.files import atomic
+from mgtta.bench.store import Store
+
+ROOT = Path(__file__).parent.parent
+Record = dict[str, Any]
+Records = list[Record]
+Found = dict[str, dict[str, Records]]  # column -> method -> records
+
+
+def _of(experiment: str, domain: str | None = None) -> Callable[[Record], bool]:
+    """Return what chooses the records of a column: those without a guard."""
+
+    def belongs(record: Record) -> bool:
+        if record["experiment"] != experiment or record["settings"].get("guard"):
+            return False
+        return domain is None or record["domain"] == domain
+
+    return belongs
+
+
+COLUMNS = {  # folder -> column -> its records
+    "resnet50": {
+        "ResNet-50, reset": _of("corruptions"),
+        "ResNet-50, never reset": _of("continual"),
+        "ResNet-50, mixed": _of("mixed"),
+    },
+    "cifar10": {
+        "CIFAR-10-C, reset": _of("cifar10"),
+        "CIFAR-10-C, never reset": _of("cifar10-continual"),
+        "CIFAR-10-C, mixed": _of("cifar10-mixed"),
+    },
+    "pacs": {
+        "PACS, art": _of("pacs", "art"),
+        "PACS, cartoons": _of("pacs", "cartoon"),
+    },
+}
+
+
+def columns(folders: dict[str, Path | None]) -> Found:
+    """Return the records of each column that has some, by method."""
+    found: Found = {}
+    for name, folder in folders.items():
+        records = Store(folder).records() if folder is not None else []
+        for title, belongs in COLUMNS[name].items():
+            for record in filter(belongs, records):
+                found.setdefault(title, {}).setdefault(record["method"], []).append(record)
+    return found
+
+
+def figure(records: Records) -> tuple[float, str]:
+    """Return the mean over domains and seeds, and the text of it with the standard deviation over seeds."""
+    seeds = sorted({r["seed"] for r in records})
+    means = [statistics.mean(r["top1"] for r in records if r["seed"] == seed) for seed in seeds]
+    mean = statistics.mean(means)
+    if len(means) == 1:
+        return mean, f"{mean:.1f}"
+    return mean, f"{mean:.1f} ± {statistics.stdev(means):.1f}"
+
+
+def measured(found: Found) -> str:
+    """Return the table of top-1, the lowest row of the first column first; the best of each column is bold."""
+    figures = {title: {m: figure(records) for m, records in rows.items()} for title, rows in found.items()}
+    methods = dict.fromkeys(method for rows in figures.values() for method in rows)
+    first = next(iter(figures.values()))
+    best = {title: max(rows.values()) for title, rows in figures.items()}
+    rows = []
+    for method in sorted(methods, key=lambda method: first.get(method, (0.0, ""))):
+        cells = []
+        for title, column in figures.items():
+            shown = column.get(method)
+            if shown is None:
+                cells.append("")
+            else:
+                cells.append(f"**{shown[1]}**" if shown == best[title] else shown[1])
+        rows.append([method, *cells])
+    return table(["top-1, %", *figures], rows, right=True)
+
+
+def beside(found: Found) -> str:
+    """Return published top-1 beside ours, and the footing of each published column."""
+    data = json.loads((Path(__file__).parent / "published_networks.json").read_text(encoding="utf-8"))
+    tables = [each for each in data["tables"] if each["column"] in found]
+    if not tables:
+        return ""
+    head = ["top-1, %"]
+    for each in tables:
+        head += [each["column"], "published"]
+    methods = dict.fromkeys(method for each in tables for method in each["error"])
+    rows = []
+    for method in methods:
+        row = [method]
+        for each in tables:
+            ours = found[each["column"]].get(method)
+            row += [figure(ours)[1] if ours else "", f"{100 - each['error'][method]:.1f}"]
+        rows.append(row)
+    footing = "\n".join(f"- {each['column']}: {each['footing']}" for each in tables)
+    words = f"Published: 100 minus the {data['figure']}. {data['source']}."
+    return f"{table(head, rows, right=True)}\n\n{words}\n\n{footing}"
+
+
+def protocol(found: Found) -> str:
+    """Return a line for each column: network, weights, images, batch size, corruptions, seeds."""
+    lines = []
+    for title, rows in found.items():
+        records = [record for records in rows.values() for record in records]
+        about = records[0]["protocol"]
+        images = sorted({record["images"] for record in records})
+        seeds = len({record["seed"] for record in records})
+        lines.append(
+            f"- {title}: {about['model']} (weights {about['weights']}), {images[0]:,} to {images[-1]:,} images per "
+            f"domain, batch {records[0]['batch_size']}, corruptions {about['corruptions'] or 'none'}, {seeds} seeds, "
+            f"{about['device']}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in COLUMNS:
+        parser.add_argument(f"--{name}", type=Path, help=f"folder of the records of {name}")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--readme", action="store_true", help="write the table into README.md, too")
+    args = parser.parse_args()
+    given = {name: getattr(args, name) for name in COLUMNS}
+    found = columns(given)
+    if not found:
+        raise SystemExit("none of the folders has records: name them with --resnet50, --cifar10, --pacs")
+    words = " ".join(f"--{name} {folder}" for name, folder in given.items() if folder is not None)
+    command = f"`python benchmarks/others.py {words} --out {args.out}`"
+    parts = ["# Other networks", command, measured(found), protocol(found), beside(found)]
+    with atomic(args.out / "others.md") as path:
+        path.write_text("\n\n".join(part for part in parts if part) + "\n")
+    if args.readme:
+        readme = ROOT / "README.md"
+        text = between(readme.read_text(), "others", measured(found))
+        with atomic(readme) as path:
+            path.write_text(text)
+    print(measured(found))
+
+
+if __name__ == "__main__":
+    main()
