@@ -118,12 +118,12 @@ def test_a_lonely_request_is_answered_after_the_waiting_time(tmp_path):
 
 
 def test_a_stream_with_one_client_does_not_wait_for_others(tmp_path):
-    with serving(tmp_path, wait_seconds=0.4) as streams:
+    with serving(tmp_path, wait_seconds=1) as streams:
         ask(streams, "a", pictures(1))
         began = time.monotonic()
         for x in pictures(3).split(1):
             ask(streams, "a", x)
-        assert time.monotonic() - began < 3 * 0.4
+        assert time.monotonic() - began < 3
         streams.freeze("a").result(WAIT_SECONDS)  # while it works, requests come together, and then it waits again
         futures = [streams.predict("a", x) for x in pictures(8).split(1)]
         wait(futures, WAIT_SECONDS)
