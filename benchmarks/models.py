@@ -7,7 +7,7 @@ without --page it prints the table. A cell says "yes", or why the library refuse
 
     source   source_statistics, saved and loaded
     mgtta+   and the other methods: two batches of four images; logits are finite, and parameters move
-    resume   mgtta+: a saved state continues bit for bit in a new method
+    resume   mgtta+ at its defaults: a saved state continues bit for bit in a new method
     export   mgtta+: your own module comes back, and predicts finite logits of all classes
 """
 
@@ -115,14 +115,14 @@ def row(build: Build) -> dict[str, str]:
     fisher = mgtta.fisher_information(model, x, batch_size=IMAGES)
     needs: dict[str, dict[str, Any]] = {
         "mgtta": {"source": source},
-        "mgtta+": {"source": source},
+        "mgtta+": {"source": source, "gather": 0, "recall": 0},  # learn from every batch
         "tent": {},
         "eata": {"fisher": fisher, "margin": 10.0, "redundancy": 2.0},  # random logits: learn from every image
     }
     cells = {"source": "yes"}
     for name, settings in needs.items():
         cells[name] = tried(partial(adapts, name, model, settings, x))
-    cells["resume"] = tried(partial(resumes, model, needs["mgtta+"], x))
+    cells["resume"] = tried(partial(resumes, model, needs["mgtta"], x))
     cells["export"] = tried(partial(exports, model, needs["mgtta+"], x))
     cells["head"] = {True: "last norm", False: source.head_layer or "logits"}[bool(source.head_reads_last_layer)]
     return cells

@@ -285,7 +285,7 @@ def test_the_same_option_has_the_same_name_in_every_command():
     options = {name: {word for p in command.params for word in p.opts} for name, command in commands.items()}
     for option, having in {
         "--resume": {"adapt", "train"},
-        "--images": {"adapt", "train", "source", "fisher", "bench", "demo"},
+        "--images": {"adapt", "tune", "train", "source", "fisher", "bench", "demo"},
         "--corruptions": {"corrupt", "bench"},
     }.items():
         assert {name for name in options if option in options[name]} == having

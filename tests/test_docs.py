@@ -129,7 +129,7 @@ def test_the_methods_page_is_the_registry():
         for setting in recipe(name).settings:
             assert re.search(rf"`{setting}[=`]", part), f"{name}: {setting}"
         assert "**Needs:**" in part
-        own = name == "noadapt" or name.startswith(("eq7", "mgtta"))  # no paper, or this one
+        own = name == "noadapt" or name.startswith(("eq7", "mgtta", "plus"))  # no paper, or this one
         assert own or re.search(r"\(.*20\d\d\)", part), f"{name}: paper and year"
 
 

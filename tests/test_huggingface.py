@@ -54,7 +54,8 @@ def test_methods_adapt_and_resume_and_export(net):
     assert model.input_size[0] == 32
     source = mgtta.source_statistics(model, images(16, seed=99))
     assert source.head_layer == "classifier"
-    for name, settings in {"tent": {}, "mgtta+": {"source": source, "generator": random_generator()}}.items():
+    plus = {"source": source, "generator": random_generator(), "gather": 0, "recall": 0}
+    for name, settings in {"tent": {}, "mgtta+": plus}.items():
         method = mgtta.create(name, model, **settings)
         first = [method(x) for _ in range(2)]
         assert method.updates == 2

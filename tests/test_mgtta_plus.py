@@ -324,7 +324,7 @@ def test_mirror_auto_asks_the_source_about_mirrored_clean_images(symmetric):
     model = mgtta.load_model(LeftOrRight(symmetric))
     source = mgtta.source_statistics(model, images(16, seed=99))
     assert source.mirrored == float(symmetric)
-    create = partial(mgtta.create, "mgtta+", model, generator=random_generator())
+    create = partial(mgtta.create, "mgtta+", model, generator=random_generator(), gather=0, recall=0)
     method = create(source=source)
     assert method.mirror is symmetric
     assert len(method.views(images(4))) == (8 if symmetric else 4)
@@ -336,7 +336,8 @@ def test_mirror_auto_asks_the_source_about_mirrored_clean_images(symmetric):
 def test_the_embedded_models_do_not_mirror_characters():
     source = mgtta.load_source("glyphs_vit")
     assert source.mirrored < ALIKE
-    assert mgtta.create("mgtta+", mgtta.load_model("glyphs_vit"), source=source).mirror is False
+    model = mgtta.load_model("glyphs_vit")
+    assert mgtta.create("mgtta+", model, source=source, gather=0, recall=0).mirror is False
 
 
 def test_the_papers_generator_has_its_name():

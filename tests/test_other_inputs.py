@@ -90,7 +90,7 @@ def test_mgtta_plus_re_centres_without_mirror_images(case):
     model, shape = case
     settings = needs("mgtta_plus", model, shape)
     assert settings["source"].mirrored == 0
-    method = mgtta.create("mgtta+", model, **settings)
+    method = mgtta.create("mgtta+", model, gather=0, recall=0, **settings)
     assert method.mirror is False
     method(batch(shape))
     assert method.images == 8

@@ -127,6 +127,11 @@ def adapt(
         result = mgtta.adapt_stream(
             adapting, dataset, out, **order, **files, protocol=same, split_shards=split_shards, watch=story
         )
+    _tell(story, ranks, result)
+
+
+def _tell(story: Any, ranks: Any, result: Any) -> None:
+    """Say what came of the run."""
     if story is not None:
         story.end(result)
     elif ranks.first:
@@ -177,17 +182,11 @@ def _story(
 
 def _calibration(method: Any, estimate: str, batch_size: int, size: int | None) -> Any:
     """Return a calibration from the images of --estimate, with their labels if their folders are the classes."""
-    import torch
+    import mgtta
+    from mgtta.cli.inputs import labelled_images, open_images
 
-    from mgtta.cli.inputs import open_images
-    from mgtta.data.streams import stream
-    from mgtta.running.calibrate import IMAGES, calibrate
-
-    clean = open_images(estimate, method.model, size)
-    batches = list(stream(clean, first=IMAGES))
-    found = [batch.y for batch in batches if batch.y is not None]
-    labels = torch.cat(found) if found and _class_names(clean, method) is not str else None
-    return calibrate(method, torch.cat([batch.x for batch in batches]), labels, batch_size=batch_size)
+    x, labels = labelled_images(open_images(estimate, method.model, size), method.model)
+    return mgtta.calibrate(method, x, labels, batch_size=batch_size)
 
 
 def _class_names(dataset: Any, method: Any) -> Any:

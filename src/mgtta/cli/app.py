@@ -20,6 +20,7 @@ from mgtta.cli.report import report
 from mgtta.cli.serve import serve
 from mgtta.cli.source import source
 from mgtta.cli.train import train
+from mgtta.cli.tune import tune
 
 EXPECTED = (ValueError, TypeError, OSError, RuntimeError, ImportError)  # errors whose text says what to do
 ERROR_CODE = 2
@@ -31,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Adapt an image classifier online, without labels, while it works on shifted data.",
 )
-for command in (adapt, train, source, fisher, corrupt, bench, report, serve, list_, doctor, demo):
+for command in (adapt, tune, train, source, fisher, corrupt, bench, report, serve, list_, doctor, demo):
     app.command(command.__name__.rstrip("_"))(command)
 
 

@@ -77,6 +77,21 @@ def open_images(
     return open_dataset(data, on_error="skip" if skip else "raise", **options)
 
 
+def labelled_images(images: Any, classifier: Any, most: int = 128) -> tuple[Any, Any]:
+    """Return the first images of a data set as one tensor, and their labels if its classes are the model's."""
+    import torch
+
+    from mgtta.data.streams import stream
+
+    batches = list(stream(images, first=most))
+    x = torch.cat([batch.x for batch in batches])
+    classes = getattr(images, "classes", None)
+    found = [batch.y for batch in batches if batch.y is not None]
+    if not found or classes is None or len(classes) != classifier.num_classes:
+        return x, None
+    return x, torch.cat(found)
+
+
 def source_of(classifier: Any, source: str | None, clean: str | None, size: int | None) -> Any:
     """Return the source statistics in the file of --source, or those of the images of --clean."""
     import mgtta

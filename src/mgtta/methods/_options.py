@@ -1,4 +1,4 @@
-"""Options of every method that learns, as `create` applies them: which parameters adapt, and their pull."""
+"""Options of every method that learns, as `create` applies them: which parameters adapt, pull, gather and recall."""
 
 import copy
 
@@ -7,6 +7,24 @@ from mgtta.methods._checks import check_number
 from mgtta.methods._recipe import Recipe
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import Chosen
+
+GUARDED_GATHER = 16  # images that a guarded method learns from together, at least
+
+
+def or_default(
+    chosen: Recipe, pull: float | None, gather: int | None, recall: int | None, guard: bool, ranks: bool
+) -> tuple[float | None, int | None, int | None]:
+    """Return pull, gather and recall as they were given, or the recipe's own; over ranks there is no recall."""
+    own = chosen.options
+    if pull is None:
+        pull = own.get("pull")
+    if gather is None:
+        gather = own.get("gather")
+    if gather is None and guard and chosen.works_with["gather"]:
+        gather = GUARDED_GATHER
+    if recall is None and not ranks:
+        recall = own.get("recall")
+    return pull, gather, recall
 
 
 def choosing(model: Classifier, params: Chosen | None, chosen: Recipe) -> Classifier:

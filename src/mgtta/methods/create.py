@@ -16,13 +16,12 @@ from mgtta.adaptation.recalled import Recalled
 from mgtta.adaptation.scheduled import SCHEDULES, Scheduled
 from mgtta.adaptation.wrapper import Adapting
 from mgtta.methods._checks import check_choice, check_number, check_numbers, check_settings
-from mgtta.methods._options import choosing, set_pull
+from mgtta.methods._options import choosing, or_default, set_pull
 from mgtta.methods.registry import Recipe, recipe
 from mgtta.models.classifier import Classifier
 from mgtta.models.loading import as_classifier
 from mgtta.models.norms import Chosen
 
-GUARDED_GATHER = 16  # images that a guarded method learns from together, at least
 PRECISIONS = ("auto", "fp32", "bf16", "fp8")
 
 
@@ -82,12 +81,7 @@ def create(
     check_settings(chosen, given)
     check_numbers(max_updates=max_updates, gather=gather, recall=recall)
     check_number("max_seconds", max_seconds)
-    pull = _option(chosen, "pull", pull)
-    gather = _option(chosen, "gather", gather)
-    if guard and gather is None and chosen.works_with["gather"]:
-        gather = GUARDED_GATHER
-    if process_group is None:
-        recall = _option(chosen, "recall", recall)
+    pull, gather, recall = or_default(chosen, pull, gather, recall, bool(guard), process_group is not None)
     with torch.inference_mode(False):
         method = chosen.build(choosing(as_classifier(model, norm_types), params, chosen), given)
         method.name = chosen.name
@@ -112,13 +106,6 @@ def _recipe(name: str, settings: str | None) -> Recipe:
     if "@" in name and found.chosen != settings:
         raise ValueError(f"{name} names a set of settings, and settings={settings!r} another: leave one out")
     return found.at(settings)
-
-
-def _option(chosen: Recipe, name: str, given: Any) -> Any:
-    """Return an option as it was given, or the recipe's own."""
-    if given is None:
-        return chosen.options.get(name)
-    return given
 
 
 def _wrapped(

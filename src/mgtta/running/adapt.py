@@ -118,8 +118,7 @@ def adapt_stream(
             bar.skip(run.position)
         batches, classes = _labelled(method, dataset, planned)
         on_batch = stack.enter_context(_writing(Path(out), dataset, classes, method.ranks, run, bar, _source(compare)))
-        if watch is not None:
-            on_batch = _both(on_batch, watch)
+        on_batch = _both(on_batch, watch)
         began = time.perf_counter()
         records = evaluate(method, batches, reset="never", on_batch=on_batch)
         seconds = time.perf_counter() - began
@@ -130,9 +129,11 @@ def adapt_stream(
 
 
 def _both(
-    first: Callable[[Record, Batch, Tensor], None], second: Callable[[Batch, Tensor], None]
+    first: Callable[[Record, Batch, Tensor], None], second: Callable[[Batch, Tensor], None] | None
 ) -> Callable[[Record, Batch, Tensor], None]:
     """Return what calls both after each batch."""
+    if second is None:
+        return first
 
     def on_batch(record: Record, batch: Batch, logits: Tensor) -> None:
         first(record, batch, logits)
