@@ -1,4 +1,4 @@
-"""What ships beside the embedded source models: their source statistics, and a generator trained on one of them.
+"""What ships beside `glyphs_vit`: its source statistics, and a generator trained on it.
 
     python benchmarks/finish_glyphs.py --out src/mgtta/weights
 
@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 import mgtta
-from mgtta._lib.shipped import shipped
 from mgtta.data.glyphs import VALIDATION_SEED, Glyphs
 from mgtta.training.meta import shifted_images
 
@@ -30,13 +29,9 @@ def main() -> None:
     characters = Glyphs(args.images, VALIDATION_SEED)
     for folder in ("sources", "generators"):
         (args.out / folder).mkdir(parents=True, exist_ok=True)
-    for name in shipped("models"):
-        source = mgtta.source_statistics(mgtta.load_model(name), characters.tensors()[0])
-        mgtta.save_source(source, args.out / "sources" / f"{name}.safetensors")
-    if args.sources_only:
-        return
     model = mgtta.load_model("glyphs_vit")
-    source = mgtta.load_source(args.out / "sources" / "glyphs_vit.safetensors")
+    source = mgtta.source_statistics(model, characters.tensors()[0])
+    mgtta.save_source(source, args.out / "sources" / "glyphs_vit.safetensors")
     generator = mgtta.meta_train(model, source, shifted_images(characters, min(128, args.images)), steps=args.steps)
     command = f"python benchmarks/finish_glyphs.py --out DIR --steps {args.steps} --images {args.images}"
     mgtta.save_generator(generator, args.out / "generators" / "glyphs.safetensors", command=command)

@@ -31,7 +31,7 @@ from mgtta.bench.store import Store
 
 ROOT = Path(__file__).parent.parent
 BATCH = 64
-MODELS = {"glyphs_plain": (48, 20), "deit_tiny_patch16_224": (224, 4)}  # name -> side of the images, steps
+MODELS = {"patterns_vit": (48, 20), "deit_tiny_patch16_224": (224, 4)}  # name -> side of the images, steps
 COUNTED = (*MODELS, "vit_base_patch16_224")  # theirs is counted, not timed
 METHODS = ("mgtta", "tent")
 WAYS = ("one process", "two processes apart", "two ranks")
@@ -50,7 +50,7 @@ RATE = 5.0  # images a second of each stream
 def classifier(name: str) -> mgtta.Classifier:
     """Return the model with random weights, except for the embedded one: speed does not depend on them."""
     torch.manual_seed(0)
-    return mgtta.load_model(name) if name == "glyphs_plain" else mgtta.load_model(name, pretrained=False)
+    return mgtta.load_model(name) if name == "patterns_vit" else mgtta.load_model(name, pretrained=False)
 
 
 def method_of(name: str, model: mgtta.Classifier, group: Any = None) -> Any:

@@ -95,7 +95,7 @@ def test_bench_takes_cifar_c(published, tmp_path):
     from mgtta.bench.run import run_cells
     from mgtta.bench.store import Store
 
-    setup = Setup("glyphs_plain", data=str(published[0]))
+    setup = Setup("patterns_vit", data=str(published[0]))
     [record] = run_cells([Cell("corruptions", "noadapt", ("fog",))], setup, Store(tmp_path / "runs"))
     assert record["images"] == 2
     assert record["protocol"]["corruptions"] == "as published"

@@ -79,8 +79,8 @@ def test_records_name_the_constants_and_the_photographs_of_frost(tmp_path):
     for i in range(2):
         Image.effect_noise((300, 200), 60 + i).convert("RGB").save(frost / f"frost{i}.png")
     cell = Cell("corruptions", "noadapt", ("frost",))
-    plain = Setup("glyphs_plain", images=2)
-    published = Setup("glyphs_plain", images=2, frost_textures=str(frost), constants="cifar")
+    plain = Setup("patterns_vit", images=2)
+    published = Setup("patterns_vit", images=2, frost_textures=str(frost), constants="cifar")
     records = [run_cells([cell], setup, Store(tmp_path / "runs"))[0] for setup in (plain, published)]
     texts = [record["protocol"]["corruptions"] for record in records]
     assert texts[0] == "mgtta, on the fly; frost: generated (6 textures)"

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 import mgtta
 from mgtta import cli
 from mgtta.data.datasets import synsets
+from mgtta.data.embedded import EMBEDDED
 from mgtta.data.glyphs import CLASSES as CHARACTERS
 from mgtta.data.glyphs import Glyphs
 
@@ -231,7 +232,7 @@ cli.main()
         (["--num-classes", "5"], "num_classes"),
         (["--checkpoint", "nowhere.pth"], "nowhere.pth"),
         (["--set", "guard=True"], "an option of its own, --guard"),
-        (["--set", "source=glyphs_plain"], "an option of its own, --source"),
+        (["--set", "source=patterns_vit"], "an option of its own, --source"),
         (["--clean", "images"], "leave out one"),
         (["--start", "state", "--set", "lr=1"], "leave out --set lr"),
         (["--resume", "run", "--shuffle", "0"], "leave out --shuffle"),
@@ -310,7 +311,7 @@ def test_errors_speak_the_command_line():
 
 
 def test_source_statistics_of_other_weights_name_the_source_command(run, folder, tmp_path):
-    wrong = options(model="glyphs_vit", source="glyphs_plain", device="cpu", out=tmp_path / "p.csv")
+    wrong = options(model="glyphs_vit", source="patterns_vit", device="cpu", out=tmp_path / "p.csv")
     code, _, err = run("adapt", folder, *wrong)
     assert code == 2
     assert "`mgtta source CLEAN_IMAGES --model NAME`" in err
@@ -532,7 +533,7 @@ def test_demo_prints_a_table_and_writes_the_report(demo, tmp_path):
     assert "jpeg_compression" in out
     assert "mean" in out
     assert f"  open {tmp_path / 'demo' / 'report.html'} in a browser\n" in out
-    assert "  mgtta bench continual --images 4 --methods noadapt,mgtta_plus " in out
+    assert "  mgtta bench continual --model patterns_vit --images 4 --methods noadapt,mgtta_plus\n" in out
     assert out.splitlines()[-1].startswith("  mgtta adapt IMAGES --model MODEL")
     assert {p.name for p in (tmp_path / "demo").iterdir()} == {
         "records.jsonl",
@@ -586,9 +587,9 @@ def test_a_second_demo_runs_in_a_new_folder(demo, tmp_path, monkeypatch):
     assert (tmp_path / "demo" / "records.jsonl").read_text() == first
 
 
-@pytest.mark.parametrize("name", ["glyphs_vit", "glyphs_plain"])
-def test_the_models_that_ship_read_glyphs(name):
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_the_models_that_ship_know_their_images(name):
     model = mgtta.load_model(name)
-    x, y = Glyphs(100).tensors()
+    x, y = EMBEDDED[name](100).tensors()
     assert (model(x).argmax(1) == y).float().mean() > 0.95
     assert mgtta.load_source(name).fingerprint == model.fingerprint()

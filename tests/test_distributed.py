@@ -55,7 +55,7 @@ CASES = {  # filters that some images pass and some do not
 }
 
 
-SMALL = Setup("glyphs_plain", images=7)
+SMALL = Setup("patterns_vit", images=7)
 CELLS = [Cell("corruptions", m, ("fog",), batch_size=3) for m in ("noadapt", "eq7_sgd")]  # batches of 3, 3 and 1
 
 
@@ -375,7 +375,7 @@ def test_torchrun_resumes_after_a_kill_and_writes_the_predictions_of_one_process
     for i in range(13):
         Image.fromarray(glyphs[i][0].permute(1, 2, 0).numpy()).save(tmp_path / "images" / f"{i:02}.png")
     monkeypatch.chdir(tmp_path)
-    words = ["adapt", "images", "--model", "glyphs_plain", "--source", "glyphs_plain", "--batch-size", "6"]
+    words = ["adapt", "images", "--model", "patterns_vit", "--source", "patterns_vit", "--batch-size", "6"]
     words += ["--device", "cpu", "--state", "state", "--out"]
     app([*words, "one.csv"], standalone_mode=False)
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mgtta"]

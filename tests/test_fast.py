@@ -10,7 +10,7 @@ from conftest import CLASSES, NETS, confident_vit, images, random_generator, vit
 import mgtta
 from mgtta._lib.files import read_tree, write_tree
 from mgtta._lib.timm import timm
-from mgtta.data.glyphs import Glyphs
+from mgtta.data.embedded import EMBEDDED
 from mgtta.data.streams import Batch, corrupted, stream
 from mgtta.fast import engine as fast
 from mgtta.fast import vit as plain
@@ -76,15 +76,13 @@ def test_gradients_in_8_bits(name, low_memory):
     assert torch.equal(a, b) == (name == "noadapt")
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"), [("glyphs_vit", "bf16"), ("glyphs_plain", "bf16"), ("glyphs_plain", "fp8")]
-)
-def test_on_characters_it_predicts_what_float32_does(name, precision):
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_on_embedded_images_it_predicts_what_float32_does(name):
     model, source = mgtta.load_model(name), mgtta.load_source(name)
     found = []
-    for kind in ("fp32", precision):
+    for kind in ("fp32", "bf16"):
         method = mgtta.create("mgtta", model, source=source, lr=5e-3, precision=kind)
-        found.append([method(b.x) for b in stream(corrupted(Glyphs(96), ["fog"]), batch_size=32)])
+        found.append([method(b.x) for b in stream(corrupted(EMBEDDED[name](96), ["fog"]), batch_size=32)])
     agree = torch.cat([a.argmax(1) == b.argmax(1) for a, b in zip(*found, strict=True)])
     assert agree.float().mean() > 0.95
 
@@ -335,8 +333,8 @@ def test_a_plain_vit_is_the_same_block_by_block():
 
 def test_which_networks_go_block_by_block():
     assert plain.ViT.fits(mgtta.load_model(vit()))
-    assert plain.ViT.fits(mgtta.load_model("glyphs_plain"))
     assert not plain.ViT.fits(mgtta.load_model("glyphs_vit"))  # its stem has BatchNorm
+    assert not plain.ViT.fits(mgtta.load_model("patterns_vit"))  # its tokens come from convolutions, and are averaged
     for more in (
         {"global_pool": "avg"},
         {"reg_tokens": 2},

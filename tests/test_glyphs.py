@@ -59,7 +59,7 @@ def test_an_image_depends_only_on_seed_and_index():
 
 
 def test_other_processes_render_the_same_glyphs(sample, monkeypatch):
-    monkeypatch.setattr("mgtta.data.glyphs.dataset._CHUNK", 16)
+    monkeypatch.setattr("mgtta.data.rendered._CHUNK", 16)
     calls = []
     images, labels = Glyphs(40, seed=7).tensors(processes=2, progress=lambda *done: calls.append(done))
     assert torch.equal(images, sample[0][:40])

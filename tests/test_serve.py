@@ -81,7 +81,7 @@ def test_a_copy_for_a_stream_learns_as_a_method_of_its_own_and_shares_frozen_wei
 
 
 def test_a_stream_holds_little_besides_the_shared_model():
-    model = mgtta.load_model("glyphs_plain")
+    model = mgtta.load_model("patterns_vit")
     method = template("tent", model)
     copied = stream_copy(method)
     whole = sum(p.numel() * p.element_size() for p in model.parameters())

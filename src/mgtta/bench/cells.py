@@ -22,7 +22,7 @@ class Setup:
 
     model: str = EMBEDDED
     checkpoint: str | None = None
-    data: str | None = None  # the test images; None: the embedded characters
+    data: str | None = None  # the test images; None: the embedded ones
     validation: str | None = None  # other images, for source statistics, sweeps and training
     source: str | None = None
     generator: str = "imagenet"  # "train": trained by the paper's protocol, on the validation images

@@ -34,7 +34,9 @@ from mgtta.bench.provenance import check_apart, seen
 from mgtta.data.cache import Held, Room
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS, frost_source
 from mgtta.data.datasets import KINDS, is_cifar_c, is_imagenet_c, open_dataset, read_classes
-from mgtta.data.glyphs import STAND_INS, TEST_SEED, VALIDATION_SEED, Glyphs
+from mgtta.data.embedded import images_for
+from mgtta.data.glyphs import STAND_INS
+from mgtta.data.rendered import TEST_SEED, VALIDATION_SEED, Rendered
 from mgtta.data.streams import Domain, corrupted, stream
 from mgtta.evaluation.loop import OnBatch, evaluate
 from mgtta.evaluation.record import Record
@@ -46,7 +48,7 @@ from mgtta.models.loading import load_model
 from mgtta.models.source import SourceStatistics, load_source, source_statistics
 from mgtta.training.meta import meta_train, shifted_images
 
-IMAGES = 2048  # embedded characters per domain, by default
+IMAGES = 2048  # embedded images per domain, by default
 SOURCE_IMAGES = 1000  # clean ones, for the statistics
 FISHER_IMAGES = 2000  # clean ones, as in EATA's paper
 HELD_BYTES = 4 * 2**30  # decoded images that all processes of a machine keep
@@ -131,7 +133,7 @@ class Lab:
         of_split = self.setup.data if split == "test" else self.setup.validation
         path = data or of_split
         if path is None and self.setup.data is None:
-            return Held(_characters(split, count), self.room)
+            return Held(_embedded(self.setup.model, split, count), self.room)
         if path is None:
             raise ValueError("validation images are needed: name them with --validation, other images than the test's")
         if Path(path).is_dir() and (is_cifar_c(Path(path)) or is_imagenet_c(Path(path))):
@@ -149,7 +151,7 @@ class Lab:
 
     @property
     def _mirrors(self) -> bool:
-        """True if a mirrored image still shows its class: a mirrored character does not."""
+        """True unless the images are embedded: a mirrored character is another one."""
         return self.setup.data is not None
 
     @property
@@ -374,7 +376,7 @@ class Lab:
     def _described_images(self, cell: Cell, images: int) -> dict[str, Any]:
         validation = self.setup.validation
         if self.setup.data is None and not validation:
-            validation = "other rendered characters"
+            validation = f"other {images_for(self.setup.model).title}"
         corruptions: str | None = f"mgtta, on the fly; frost: {frost_source(self.setup.frost_textures)}"
         if self.setup.constants != Setup.constants:
             corruptions = f"{corruptions}; constants: {self.setup.constants}"
@@ -388,7 +390,7 @@ class Lab:
         if cell.by_class:
             order += ", then sorted by class"
         return {
-            "data": self.setup.data or "rendered characters",
+            "data": self.setup.data or images_for(self.setup.model).title,
             "validation": validation,
             "corruptions": corruptions,
             "images": images,
@@ -450,10 +452,12 @@ def asked(cell: Cell) -> dict[str, Any]:
     return {**fields, **lists, "sets": sets, "settings": dict(cell.settings)}
 
 
-def _characters(split: str, count: int) -> Glyphs:
+def _embedded(model: str, split: str, count: int) -> Rendered:
+    """Return the images of a split that come with the package, of the kind that the model is for."""
+    kind = images_for(model)
     if split == "test":
-        return Glyphs(count, TEST_SEED)
-    return Glyphs(max(count, IMAGES), VALIDATION_SEED)
+        return kind(count, TEST_SEED)
+    return kind(max(count, IMAGES), VALIDATION_SEED)
 
 
 def _values(tensor: Tensor | None) -> list[float] | None:

@@ -50,7 +50,7 @@ Experiment = Annotated[str, typer.Argument(help=", ".join(EXPERIMENTS))]
 Out = Annotated[Path, typer.Option(help="Folder for the records; if it has some, the run resumes from them.")]
 Seeds = Annotated[int, typer.Option(min=1, help="Number of seeds.")]
 Data = Annotated[
-    str | None, typer.Option(help="Test images: a tree, tars, or ImageNet-C; by default rendered characters.")
+    str | None, typer.Option(help="Test images: a tree, tars, or ImageNet-C; by default the model's embedded images.")
 ]
 Validation = Annotated[str | None, typer.Option(help="Other images, for source statistics, sweeps and training.")]
 Variant = Annotated[list[str], typer.Option(help="NAME=IMAGES, such as imagenet-r=FOLDER; repeatable.")]

@@ -14,8 +14,8 @@ Out = Annotated[Path, typer.Option(help="Folder for records and report; OUT-2, .
 
 NEXT = """next:
   open {report} in a browser
-  mgtta bench continual --images {images} --methods {methods}     one stream, never reset
-  mgtta source CLEAN --model MODEL --out source.safetensors     your own model: any timm name
+  mgtta bench continual --model patterns_vit --images {images} --methods {methods}
+  mgtta source CLEAN --model MODEL --out source.safetensors     MODEL: any timm name
   mgtta adapt IMAGES --model MODEL --source source.safetensors"""
 
 
@@ -25,7 +25,7 @@ def demo(
     out: Out = Path("runs/demo"),
     device: Device = None,
 ) -> None:
-    """Run a small ViT on rendered characters under 15 corruptions, as it is and adapting. Needs no download."""
+    """Run a small ViT on rendered patterns under 15 corruptions, as it is and adapting. Needs no download."""
     from mgtta.bench.demo import run, summary, table
     from mgtta.cli.listing import show
     from mgtta.cli.progress import shown_progress

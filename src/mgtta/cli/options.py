@@ -20,7 +20,7 @@ OWN_OPTIONS = {  # arguments of `mgtta.create` that --set does not take -> the o
 Model = Annotated[
     str,
     typer.Option(
-        help="A timm name; a small ViT that comes with the package: glyphs_vit, glyphs_plain; or your own function, "
+        help="A timm name; a small ViT that comes with the package: glyphs_vit, patterns_vit; or your own function, "
         "package.module:build."
     ),
 ]

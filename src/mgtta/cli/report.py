@@ -9,7 +9,7 @@ from mgtta.cli.options import Checkpoint, Clean, Source
 
 Runs = Annotated[Path, typer.Argument(metavar="RUNS", help="The folder of the records: --out of `mgtta bench`.")]
 Out = Annotated[Path | None, typer.Option(help="Folder for the report; by default the same folder.")]
-Examples = Annotated[bool, typer.Option(help="Show images with predictions: the characters, or those of --data.")]
+Examples = Annotated[bool, typer.Option(help="Show images with predictions: embedded ones, or those of --data.")]
 Data = Annotated[str | None, typer.Option(help="The images of the records, to show some before and after adaptation.")]
 
 

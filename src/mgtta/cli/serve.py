@@ -67,9 +67,9 @@ def serve(
     chosen = {"guard": guard, "schedule": schedule} | settings(setting)
     names = run.read_labels(labels) if labels else None
     if model in shipped("models"):
-        characters, own = run.defaults_for_characters(method)
+        classes, own = run.defaults_for_embedded(model, method)
         chosen = own | chosen
-        names = names or characters
+        names = names or classes
         source = source or model
     if SOURCE in recipe(method).needs:
         if source is None:

@@ -15,7 +15,6 @@ from torch import nn
 
 from mgtta._lib.files import read_tensors
 from mgtta._lib.shipped import shipped
-from mgtta._lib.shrunk import widened
 from mgtta._lib.timm import timm
 from mgtta.models import architectures  # noqa: F401  (adds names to timm's)
 from mgtta.models.checks import one_logit
@@ -42,7 +41,8 @@ def load_model(
 ) -> Classifier:
     """Return the Classifier of a timm name or of a copy of your own module, in evaluation mode.
 
-    "glyphs_vit" and "glyphs_plain" are small ViTs that come with the package, for mgtta.data.glyphs.
+    "glyphs_vit" and "patterns_vit" are small ViTs that come with the package, for mgtta.data.glyphs and
+    mgtta.data.patterns.
     "package.module:build" calls your own function without arguments, which returns a module or a Classifier. A module
     that torch.compile has wrapped is unwrapped. Outputs with `logits`, as those of Hugging Face, and tuples that start
     with logits are unwrapped, too.
@@ -93,14 +93,17 @@ def vision_transformer(stem: dict[str, Any] | None = None, **architecture: Any) 
     """Return a timm VisionTransformer; with a stem, its tokens come from early convolutions (arXiv 2106.14881).
 
     Args:
-        stem: for each convolution, its `channels`, `kernel_size`, `stride` and `padding`, as for timm's ConvStem, which
-            puts a BatchNorm after each.
+        stem: for each convolution, its `channels`, `kernel_size`, `stride` and `padding`, as for timm's ConvStem.
+            `norm` stands between two of them: "batch", by default, or "layer", over the channels of a place.
     """
     if stem is None:
         return timm.models.VisionTransformer(**architecture)
-    layers: dict[str, Any] = {name: tuple(values) for name, values in stem.items()}
-    depth = len(stem["channels"])
-    convolutions = timm.models.vision_transformer_hybrid.ConvStem(depth=depth, act_layer=nn.GELU, **layers)
+    norms: dict[str, Any] = {"batch": nn.BatchNorm2d, "layer": timm.layers.LayerNorm2d}
+    norm = norms[stem.get("norm", "batch")]
+    layers: dict[str, Any] = {name: tuple(values) for name, values in stem.items() if name != "norm"}
+    convolutions = timm.models.vision_transformer_hybrid.ConvStem(
+        depth=len(stem["channels"]), norm_layer=norm, act_layer=nn.GELU, **layers
+    )
     embed = partial(timm.layers.HybridEmbed, backbone=convolutions)
     return timm.models.VisionTransformer(patch_size=1, embed_layer=embed, **architecture)
 
@@ -129,7 +132,7 @@ def _check_classes(net: nn.Module, name: str) -> None:
 def _shipped(name: str) -> nn.Module:
     tensors, metadata = read_tensors(shipped("models")[name])
     net = vision_transformer(**json.loads(metadata["model"]))
-    net.load_state_dict(widened(tensors))
+    net.load_state_dict(tensors)
     net.pretrained_cfg = json.loads(metadata["normalisation"])
     return net
 

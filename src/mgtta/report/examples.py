@@ -17,7 +17,7 @@ from mgtta.adaptation.wrapper import Adapting
 from mgtta.data.cache import Held, Room
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
 from mgtta.data.datasets import open_dataset, synsets
-from mgtta.data.glyphs import CLASSES, Glyphs
+from mgtta.data.embedded import EMBEDDED
 from mgtta.data.streams import corrupted, stream
 from mgtta.methods.create import create
 from mgtta.methods.registry import FISHER, SOURCE, recipe, recipes
@@ -26,8 +26,6 @@ from mgtta.models.loading import load_model
 from mgtta.models.source import SourceStatistics, load_source, source_statistics
 from mgtta.report.summary import Record, spelled, unique
 
-EMBEDDED = "glyphs_vit"  # the model that comes with the package
-CHARACTERS = "rendered characters"  # the name of its images in records
 SIDE = 224  # pixels, of a shown image at most
 PHOTO = 96  # pixels, from which on an image is stored as a JPEG
 HELD_BYTES = 2**27  # of decoded images
@@ -74,13 +72,14 @@ class Pictures:
 
 
 def embedded_examples(records: Sequence[Record], domains: int = 2, images: int = 96) -> list[Example]:
-    """Return characters with predictions before and after adaptation, if the records are of the embedded model."""
+    """Return images with predictions before and after adaptation, if the records are of an embedded model."""
     own = [r for r in records if _reproducible(r.get("protocol") or {})]
     like = shown_method(own)
     if like is None:
         return []
-    characters = Glyphs(min(images + LOOKED_AT, like["images"]))
-    pictures = Pictures(load_model(EMBEDDED), characters, CLASSES, load_source(EMBEDDED))
+    name = like["protocol"]["model"]
+    rendered = EMBEDDED[name](min(images + LOOKED_AT, like["images"]))
+    pictures = Pictures(load_model(name), rendered, rendered.classes, load_source(name))
     return examples_of(own, pictures, domains, images)
 
 
@@ -191,9 +190,9 @@ def examples_of(records: Sequence[Record], pictures: Pictures, domains: int = 2,
 
 def _reproducible(protocol: dict[str, Any]) -> bool:
     """Return whether the records' model, images and generator are available here."""
-    if protocol.get("model") != EMBEDDED or protocol.get("checkpoint") is not None:
+    if protocol.get("model") not in EMBEDDED or protocol.get("checkpoint") is not None:
         return False
-    if protocol.get("data") != CHARACTERS:
+    if protocol.get("data") != EMBEDDED[protocol["model"]].title:
         return False
     return _has_generator(protocol)
 
@@ -211,8 +210,6 @@ def _method(like: Record, pictures: Pictures) -> Adapting:
         settings["source"] = pictures.source
     if "generator" in takes and protocol.get("generator"):
         settings.setdefault("generator", protocol["generator"])
-    if "mirror" in takes:
-        settings.setdefault("mirror", protocol.get("data") != CHARACTERS)  # a mirrored character is another one
     return create(like["method"], pictures.model, **settings)
 
 

@@ -10,7 +10,7 @@ import uvicorn
 
 from mgtta.adaptation.estimate import Calibration
 from mgtta.adaptation.wrapper import Adapting
-from mgtta.data.glyphs import CLASSES
+from mgtta.data.embedded import images_for
 from mgtta.methods.registry import recipe
 from mgtta.models.classifier import Classifier
 from mgtta.serve.app import LOCAL_HOSTS, create_app
@@ -119,10 +119,10 @@ def _address(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def defaults_for_characters(method: str) -> tuple[list[str], dict[str, Any]]:
-    """Return labels and settings for the shipped models of characters, for which left and right matter."""
+def defaults_for_embedded(model: str, method: str) -> tuple[list[str], dict[str, Any]]:
+    """Return labels and settings for a shipped model; images are not mirrored: left and right matter to characters."""
     settings = {"mirror": False} if "mirror" in recipe(method).settings else {}
-    return list(CLASSES), settings
+    return list(images_for(model).classes), settings
 
 
 def read_labels(path: Path) -> list[str]:

@@ -11,14 +11,11 @@ from mgtta.data.glyphs.drawing import (
     CONTRAST,
     FONTS,
     HEIGHT,
-    SIZE,
-    TEST_SEED,
-    TRAIN_SEED,
-    VALIDATION_SEED,
     render,
     stencil,
 )
 from mgtta.data.glyphs.styles import STAND_INS, StyledGlyphs, inverted, sketch
+from mgtta.data.rendered import SIZE, TEST_SEED, TRAIN_SEED, VALIDATION_SEED
 
 __all__ = [
     "CLASSES",

@@ -11,10 +11,7 @@ import numpy as np
 from numpy.random import Generator, default_rng
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-# The seeds of the three splits. Seed 0, the default everywhere, is the test split: never train on it.
-TEST_SEED = 0
-TRAIN_SEED = 1
-VALIDATION_SEED = 2
+from mgtta.data.rendered import SIZE, TEST_SEED
 
 CLASSES = tuple("0123456789ACDEFGHJKLMNPRTUVWXY")  # no B, I, O, Q, S, Z: they look like 8, 1, 0, 0, 5, 2
 FONTS = (
@@ -24,7 +21,6 @@ FONTS = (
     *("STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "STIXGeneralBolIta"),
     *("cmr10", "cmb10", "cmss10", "cmti10", "cmtt10"),
 )
-SIZE = 48  # pixels, of an image
 HEIGHT = (17, 28)  # pixels, the least and the largest height of a character
 CONTRAST = 0.5  # the least difference in luma between glyph and background, as a share of the full range
 
