@@ -22,7 +22,7 @@ import mgtta
 from mgtta.data.corruptions import corrupt
 from mgtta.data.glyphs import VALIDATION_SEED, Glyphs
 from mgtta.serve.client import Client, ServiceError
-from mgtta.serve.run import defaults_for_characters, serve
+from mgtta.serve.run import defaults_for_embedded, serve
 from mgtta.serve.template import template
 
 CAMERAS = {  # the weather that each of them sees
@@ -33,6 +33,7 @@ CAMERAS = {  # the weather that each of them sees
 IMAGES = 16  # in a request
 CLEAN_IMAGES = 128  # of the calibration
 PAUSE_SECONDS = 0.1  # between two requests
+MODEL = "glyphs_vit"
 METHOD = "mgtta+"
 
 
@@ -82,10 +83,10 @@ def main() -> None:
         how = (address, args.cameras, args.requests, rounds)
         threading.Thread(target=play, args=how, daemon=True).start()
 
-    labels, settings = defaults_for_characters(METHOD)
-    model = mgtta.load_model("glyphs_vit")
+    labels, settings = defaults_for_embedded(MODEL, METHOD)
+    model = mgtta.load_model(MODEL)
     port = 0 if args.quick else args.port
-    settings["source"] = mgtta.load_source("glyphs_vit")
+    settings["source"] = mgtta.load_source(MODEL)
     calibration = None
     if args.estimate:
         characters, classes = Glyphs(CLEAN_IMAGES, seed=VALIDATION_SEED).tensors()
