@@ -43,12 +43,13 @@ from mgtta.serve.client import Client
 from mgtta.serve.template import RECALL_DOMAINS, template
 
 IMAGES = 256
-WARM_UP_SECONDS = 5.0  # of the method, and of clients that share a stream
-STREAM_SECONDS = 0.15  # more of it for each stream, which is made and saved for the first time
+WARM_UP_SECONDS = 5.0
 LOADED_STREAMS = 64
 MANY_STREAMS = 1000
 TIMES = 10  # the sustainable load
 REQUEST_IMAGES = 16  # of the overload
+CAMERAS = 8  # streams of the overload
+STEADY_SECONDS = 10.0  # in which the sustainable load is measured
 SENDERS = 256  # connections of the overload
 PATH = "/v1/streams/{}/predict"
 MEGA = 1e6
@@ -177,11 +178,11 @@ def rates(x: torch.Tensor, files: list[bytes], clients: list[int], seconds: floa
             for count in clients:
                 for kind in ("one", "one each"):
                     names = [f"own-{i}" if kind == "one each" else "shared" for i in range(count)]
+                    if not repeat:
+                        for name in sorted(set(names)):  # one after another: streams are made, and saved at once
+                            Caller(address, name, files)(0)
                     callers = [Caller(address, name, files) for name in names]
-                    warm_up = WARM_UP_SECONDS
-                    if repeat == 0 and kind == "one each":
-                        warm_up += STREAM_SECONDS * count
-                    found = measured(callers, warm_up, seconds)
+                    found = measured(callers, WARM_UP_SECONDS, seconds)
                     for caller in callers:
                         caller.connection.close()
                     after = direct(seconds)
@@ -242,16 +243,17 @@ def many_streams(files: list[bytes]) -> dict[str, Any]:
         }
 
 
-def overload(x: torch.Tensor, rate: float, seconds: float) -> dict[str, Any]:
-    """Send TIMES the images a second that were answered, for so many seconds; watch memory and what is refused."""
+def overload(x: torch.Tensor, seconds: float) -> dict[str, Any]:
+    """Send TIMES the images a second that are answered, for so many seconds; watch memory and what is refused."""
     file = io.BytesIO()
     np.save(file, x[:REQUEST_IMAGES].permute(0, 2, 3, 1).numpy())
     content = file.getvalue()
     with service() as (address, process):
-        warm = Caller(address, "camera-0", [content])
-        for i in range(8):
-            warm(i)
-        warm.connection.close()
+        names = [f"camera-{i}" for i in range(CAMERAS)]
+        for name in names:
+            Caller(address, name, [content])(0)
+        steady = measured([Caller(address, name, [content]) for name in names], WARM_UP_SECONDS, STEADY_SECONDS)
+        rate = REQUEST_IMAGES * steady["per second"]
         began = resident_bytes(process)
         memory = [began]
         replies: Counter[int] = Counter()
@@ -264,7 +266,7 @@ def overload(x: torch.Tensor, rate: float, seconds: float) -> dict[str, Any]:
             for number in numbers:
                 time.sleep(max(start + number * gap - time.perf_counter(), 0))
                 sent = time.perf_counter()
-                caller = Caller(address, f"camera-{sender % 8}", [content])
+                caller = Caller(address, names[sender % CAMERAS], [content])
                 status, _ = caller.send(content)
                 caller.connection.close()
                 replies[status] += 1
@@ -283,6 +285,7 @@ def overload(x: torch.Tensor, rate: float, seconds: float) -> dict[str, Any]:
         return {
             "seconds": took,
             "times": TIMES,
+            "images a second, sustained": rate,
             "images a second, sent": REQUEST_IMAGES * sum(replies.values()) / took,
             "images a second, answered": REQUEST_IMAGES * replies[200] / took,
             "replies": {str(status): count for status, count in sorted(replies.items())},
@@ -322,7 +325,7 @@ def page(found: dict[str, Any]) -> str:
         f"about one image in eight. The longest time for which answers waited for updates and a save: "
         f"{found['longest pause seconds']:.2f} s.\n\n"
         f"{streams_words(found)}\n\n{overload_words(found['overload'])}\n\n"
-        "Command: `OMP_NUM_THREADS=1 python benchmarks/serve.py --out results`\n"
+        f"Command: {'; then '.join(f'`OMP_NUM_THREADS=1 {command}`' for command in found['commands'])}\n"
     )
 
 
@@ -342,8 +345,10 @@ def overload_words(found: dict[str, Any]) -> str:
     """Return what was measured under overload."""
     replies = ", ".join(f"{count:,} x {status}" for status, count in found["replies"].items())
     return (
-        f"**Overload**: {found['images a second, sent']:.0f} images a second for {found['seconds']:.0f} s, "
-        f"{REQUEST_IMAGES} in a request, to 8 streams; {found['images a second, answered']:.0f} a second were "
+        f"**Overload**: {CAMERAS} clients that wait for their answers, with {REQUEST_IMAGES} images in a request, got "
+        f"{found['images a second, sustained']:.0f} images a second. Then {found['times']} times as many were sent, "
+        f"{found['images a second, sent']:.0f} a second for {found['seconds']:.0f} s, whether or not earlier ones were "
+        f"answered. {found['images a second, answered']:.0f} a second were "
         f"answered. Replies by status: {replies}. 99 % of the answers came within "
         f"{found['p99 ms of answers'] / 1000:.1f} s. Memory of the process: {found['bytes before'] / MEGA:.0f} MB "
         f"before, at most {found['most bytes'] / MEGA:.0f} MB. The first "
@@ -381,17 +386,28 @@ def main() -> None:
     parser.add_argument("--clients", default="1,8,64", help="numbers of clients, separated by commas")
     parser.add_argument("--seconds", type=float, default=10.0, help="of a repetition")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions of each row of the table")
+    parser.add_argument("--parts", default="rates,streams,overload", help="what to measure again; the rest stays")
     parser.add_argument("--overload-seconds", type=float, default=60.0)
     parser.add_argument("--out", type=Path, required=True, help="folder for serve.json and serve.md")
     args = parser.parse_args()
     clients = [int(count) for count in args.clients.split(",")]
     x, files = pictures()
-    found = rates(x, files, clients, args.seconds, args.repeats)
-    found["many streams"] = many_streams(files)
-    print(found["many streams"], flush=True)
-    sustainable = max(row["per second"] for row in found["rows"])
-    found["overload"] = overload(x, sustainable, args.overload_seconds)
-    print(found["overload"], flush=True)
+    found: dict[str, Any] = {}
+    path = args.out / "serve.json"
+    if path.exists():
+        found = json.loads(path.read_text())
+    parts = args.parts.split(",")
+    if "rates" in parts:
+        found |= rates(x, files, clients, args.seconds, args.repeats)
+    if "streams" in parts:
+        found["many streams"] = many_streams(files)
+    if "overload" in parts:
+        found["overload"] = overload(x, args.overload_seconds)
+    print(found, flush=True)
+    before = found.get("commands", [])
+    if "rates" in parts:
+        before = []
+    found["commands"] = [*before, " ".join(["python", *sys.argv])]
     found["protocol"] = {
         "model": "glyphs_vit",
         "method": "mgtta+",
@@ -403,7 +419,7 @@ def main() -> None:
         "torch": torch.__version__,
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    with atomic(args.out / "serve.json") as temporary:
+    with atomic(path) as temporary:
         temporary.write_text(json.dumps(found, indent=1) + "\n")
     with atomic(args.out / "serve.md") as temporary:
         temporary.write_text(page(found))

@@ -3,7 +3,8 @@
     python examples/serve_weather.py        # then open the address that it prints
 
 It starts the service in this process, with states in a temporary folder, and sends pictures to it over HTTP until you
-stop it with Ctrl-C. `make demo-serve` runs it.
+stop it with Ctrl-C. `make demo-serve` runs it. With `--estimate` it first learns, from clean characters and for about a
+minute, to estimate the accuracy without labels.
 """
 
 import argparse
@@ -19,9 +20,10 @@ import torch
 
 import mgtta
 from mgtta.data.corruptions import corrupt
-from mgtta.data.glyphs import Glyphs
+from mgtta.data.glyphs import VALIDATION_SEED, Glyphs
 from mgtta.serve.client import Client, ServiceError
-from mgtta.serve.run import defaults_for_characters, serve
+from mgtta.serve.run import defaults_for_embedded, serve
+from mgtta.serve.template import template
 
 CAMERAS = {  # the weather that each of them sees
     "harbour": ["clear", "fog", "clear", "snow"],
@@ -29,7 +31,9 @@ CAMERAS = {  # the weather that each of them sees
     "roof": ["clear", "clear", "spatter", "fog"],
 }
 IMAGES = 16  # in a request
+CLEAN_IMAGES = 128  # of the calibration
 PAUSE_SECONDS = 0.1  # between two requests
+MODEL = "glyphs_vit"
 METHOD = "mgtta+"
 
 
@@ -69,6 +73,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000, help="0 for any that is free")
     parser.add_argument("--cameras", type=int, default=3, help="how many, from 1 to 3")
     parser.add_argument("--requests", type=int, default=10, help="of each camera, after which its weather changes")
+    parser.add_argument("--estimate", action="store_true", help="estimate the accuracy, too")
     parser.add_argument("--quick", action="store_true", help="stop after a few pictures")
     args = parser.parse_args()
     rounds = 2 if args.quick else None
@@ -78,13 +83,18 @@ def main() -> None:
         how = (address, args.cameras, args.requests, rounds)
         threading.Thread(target=play, args=how, daemon=True).start()
 
-    labels, settings = defaults_for_characters(METHOD)
-    model = mgtta.load_model("glyphs_vit")
+    labels, settings = defaults_for_embedded(MODEL, METHOD)
+    model = mgtta.load_model(MODEL)
     port = 0 if args.quick else args.port
-    settings["source"] = mgtta.load_source("glyphs_vit")
+    settings["source"] = mgtta.load_source(MODEL)
+    calibration = None
+    if args.estimate:
+        characters, classes = Glyphs(CLEAN_IMAGES, seed=VALIDATION_SEED).tensors()
+        calibration = mgtta.calibrate(template(METHOD, model, **settings), characters, classes)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            serve(model, METHOD, Path(folder), port=port, labels=labels, settings=settings, started=started)
+            how = {"settings": settings, "calibration": calibration, "labels": labels}
+            serve(model, METHOD, Path(folder), port=port, started=started, **how)
         except KeyboardInterrupt:
             sys.stdout.write("stopped\n")
 

@@ -17,6 +17,7 @@ from conftest import confident_vit
 from test_serve import SIDE, WAIT_SECONDS, ask, pictures, serving, tent, until
 
 import mgtta
+from mgtta.adaptation.wrapper import innermost
 from mgtta.data.glyphs import Glyphs
 from mgtta.serve import live as live_module
 from mgtta.serve.app import create_app
@@ -25,7 +26,7 @@ from mgtta.serve.live import MARKS, POINTS, SAMPLE_IMAGES, SAMPLED, Live, Point,
 from mgtta.serve.page import VIEWERS, LiveView
 from mgtta.serve.run import Server
 from mgtta.serve.streams import Limits, Streams
-from mgtta.serve.template import source_model
+from mgtta.serve.template import template
 
 ROOT = Path(__file__).parent.parent
 HOSTILE = '<img src=x onerror="window.hacked=1">'
@@ -87,9 +88,9 @@ def test_a_viewer_is_told_only_what_is_new():
 
 
 def test_merged_points_average_what_is_known():
-    a = Point(16, 1.0, 0.5, 1.0, None, None, 10.0, None)
-    b = Point(32, 2.0, 0.7, 2.0, 0.4, None, 20.0, 0.1)
-    assert merged(a, b) == Point(32, 2.0, pytest.approx(0.6), 1.5, 0.4, None, 15.0, 0.1)
+    a = Point(16, 1.0, 0.5, 1.0, None, None, None, None, 10.0, None)
+    b = Point(32, 2.0, 0.7, 2.0, 0.4, None, None, None, 20.0, 0.1)
+    assert merged(a, b) == Point(32, 2.0, pytest.approx(0.6), 1.5, 0.4, None, None, None, 15.0, 0.1)
 
 
 def test_rate_and_latency(monkeypatch):
@@ -151,10 +152,28 @@ def test_samples_of_all_streams_are_asked_about_together(tmp_path, monkeypatch):
         assert all(report["agreement"] == 1 for report in streams.overview())
 
 
-def test_the_source_model_shares_its_weights_with_the_method():
+def calibration(method):
+    """Return one that trusts confidence as it is."""
+    coefficients = torch.tensor([[0.0, 1, 0, 0], [0.0, 1, 0, 0]], dtype=torch.float64)
+    fingerprint = innermost(method).fingerprint
+    return mgtta.Calibration(coefficients, 3.0, "tent", 128, True, method.model.name, fingerprint)
+
+
+def test_accuracy_is_estimated_with_a_calibration(tmp_path):
     method = tent()
-    shared = {p.data_ptr() for p in method.model.parameters()}
-    assert {p.data_ptr() for p in source_model(method).parameters()} <= shared
+    with Streams(method, SIDE, tmp_path, Limits(wait_seconds=0), calibration=calibration(method)) as streams:
+        ask(streams, "a", pictures(4))
+        until(lambda: streams.overview()[0]["accuracy"] is not None)
+        [report] = streams.overview()
+        assert report["accuracy"] == pytest.approx(report["source_confidence"], abs=1e-3), "its first image"
+        assert report["accuracy"] == pytest.approx(report["source_accuracy"], abs=1e-6)
+        assert collect(LiveView(streams, None), None, 1)[0][1]["error_points"] == 3
+
+
+def test_a_calibration_of_another_method_is_refused(tmp_path):
+    other = template("noadapt", mgtta.load_model(confident_vit()))
+    with pytest.raises(ValueError, match="this calibration is of tent, not of noadapt"):
+        Streams(other, SIDE, tmp_path, calibration=calibration(tent()))
 
 
 def test_shifts_and_resets_are_marked_and_shifts_survive_a_restart(tmp_path):

@@ -23,6 +23,10 @@ OnRay = Annotated[
     str | None, typer.Option("--ray", help="Compute on a Ray cluster, at this address or on this machine's own.")
 ]
 Replicas = Annotated[int, typer.Option(min=1, help="With --ray: processes that compute, of one CPU each.")]
+Calibrated = Annotated[
+    Path | None,
+    typer.Option("--calibration", help="File of mgtta.save_calibration, for estimates of accuracy."),
+]
 Thumbnails = Annotated[int, typer.Option(min=0, help="Last pictures of a stream in the live view; 0 for none.")]
 SaveSeconds = Annotated[float, typer.Option(min=0, help="Seconds from a change to its save, which a kill loses.")]
 
@@ -44,6 +48,7 @@ def serve(
     loaded_streams: LoadedStreams = 64,
     save_seconds: SaveSeconds = 10.0,
     thumbnails: Thumbnails = 12,
+    calibration: Calibrated = None,
     ray: OnRay = None,
     replicas: Replicas = 2,
     device: Device = None,
@@ -83,6 +88,7 @@ def serve(
             token=run.read_token(token) if token else None,
             limits=Limits(loaded_streams=loaded_streams, save_seconds=save_seconds, thumbnails=thumbnails),
             settings=chosen,
+            calibration=mgtta.load_calibration(calibration) if calibration else None,
             ray=ray,
             replicas=replicas,
             started=lambda address: typer.echo(f"serving {model} with {method} at {address}"),

@@ -15,6 +15,7 @@ import asyncio
 import hashlib
 import itertools
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mgtta.adaptation.estimate import Calibration
 from mgtta.adaptation.wrapper import Adapting
 from mgtta.serve.live import News
 from mgtta.serve.store import StateFolder, check_name
@@ -40,16 +42,30 @@ AT_ONCE = 4096  # requests in a replica
 FIGURES = ("loaded_streams", "queued_images", "longest_pause_seconds")
 
 
+class LostError(RuntimeError):
+    """Ray has started the replica again, and it has no streams yet."""
+
+
 class Replica:
-    """The streams of one process of the cluster."""
+    """The streams of one process of the cluster. After each start the front calls `begin`."""
 
-    def __init__(self, build: Callable[[], Adapting], side: int, folder: str, limits: Limits):
+    def __init__(self) -> None:
+        self._streams: Streams | None = None
+
+    async def begin(
+        self, build: Callable[[], Adapting], side: int, folder: str, limits: Limits, calibration: Calibration | None
+    ) -> None:
+        """Make the method, and begin to answer."""
         torch.set_num_threads(1)
-        self.streams = Streams(build(), side, folder, limits, shared=True)
+        if self._streams is None:
+            self._streams = Streams(build(), side, folder, limits, calibration=calibration, shared=True)
 
-    async def ready(self) -> bool:
-        """Return True, when the streams are there."""
-        return True
+    @property
+    def streams(self) -> Streams:
+        """The streams; before `begin`, raise an error."""
+        if self._streams is None:
+            raise LostError("this replica has started again")
+        return self._streams
 
     async def predict(self, name: str, images: Any) -> tuple[Any, Exception | None]:
         """Return the answer to images, an array (n, 3, side, side), or the error that it met."""
@@ -104,10 +120,12 @@ class Cluster:
         folder: str | Path,
         limits: Limits | None = None,
         *,
+        calibration: Calibration | None = None,
         replicas: int = 2,
         address: str = HERE,
     ):
         self.method = build()
+        self.calibration = calibration
         self.side = side
         self.limits = limits or Limits()
         self.store = StateFolder(folder)
@@ -115,9 +133,9 @@ class Cluster:
         try:
             options = {"num_cpus": 1, "max_restarts": -1, "max_concurrency": AT_ONCE}
             actor = self._ray.remote(**options)(Replica)
-            where = str(Path(folder).resolve())
-            self.replicas = [actor.remote(build, side, where, self.limits) for _ in range(replicas)]
-            self._ray.get([replica.ready.remote() for replica in self.replicas], timeout=START_SECONDS)
+            self._how = (self._ray.put(build), side, str(Path(folder).resolve()), self.limits, calibration)
+            self.replicas = [actor.remote() for _ in range(replicas)]
+            self._ray.get([replica.begin.remote(*self._how) for replica in self.replicas], timeout=START_SECONDS)
         except self._ray.exceptions.GetTimeoutError as error:
             self._disconnect()
             raise RuntimeError(
@@ -161,7 +179,7 @@ class Cluster:
     def _await_return(self, number: int) -> None:
         while not self._closing:
             try:
-                self._ray.get(self.replicas[number].ready.remote(), timeout=START_SECONDS)
+                self._ray.get(self.replicas[number].begin.remote(*self._how), timeout=START_SECONDS)
                 self.alive[number] = True
                 return
             except self._ray.exceptions.RayError:
@@ -250,13 +268,14 @@ class Cluster:
 
         def arrived(done: "Future[Any]", number: int) -> None:
             error = done.exception()
-            if isinstance(error, self._ray.exceptions.RayActorError) and next(tries) < TRIES:
+            answer, refused = (None, None) if error is not None else done.result()
+            lost = isinstance(error, self._ray.exceptions.RayActorError) or isinstance(refused, LostError)
+            if lost and next(tries) < TRIES:
                 threading.Thread(target=again, args=(number,), daemon=True).start()  # in Ray's own thread it would hang
                 return
             if error is not None:
                 future.set_exception(ClosedError(f"the replica of stream {name!r} is lost: try again later"))
                 return
-            answer, refused = done.result()
             if refused is None:
                 future.set_result(answer)
             else:
@@ -376,10 +395,13 @@ def connect(address: str) -> tuple[Any, bool]:
         raise ImportError("ray is not installed: pip install 'mgtta[ray]', here and on every machine") from error
     if ray.is_initialized():
         return ray, False
+    before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(None if address == HERE else address, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
         raise ConnectionError(f"no Ray cluster answers at {address}: `ray start --head` starts one") from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)  # Ray's own handler aborts the process
     return ray, True
 
 

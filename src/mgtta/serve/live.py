@@ -1,7 +1,8 @@
 """What the live view shows of one stream: running figures, marks and the last pictures. In memory only, and bounded.
 
 The source model is asked about one image in SAMPLE_IMAGES (see Streams), so that the view can say how often the stream
-agrees with it, and how sure each of the two is. That costs a forward pass for one image in SAMPLE_IMAGES.
+agrees with it, and how sure each of the two is. That costs a forward pass for one image in SAMPLE_IMAGES. With a
+calibration (mgtta.calibrate), the accuracy of both is estimated from the same sample.
 
 When there are more than POINTS points, the older half is merged in pairs. So the time line reaches back to the time
 when the stream was loaded, in less and less detail.
@@ -26,8 +27,9 @@ SAMPLE_IMAGES = 8  # of which the source model is asked about one
 SAMPLED = 16  # images that wait for the source model, at most
 POINT_IMAGES = 16  # in a point of the time line, at least
 POINT_SECONDS = 0.5  # between two points, at least
-POINTS = 512
+POINTS = 256
 MARKS = 128
+MEMORY_ESTIMATES = 32  # images of the sample that the estimate of accuracy looks back on
 MEMORY_SAMPLED = 16  # images of the sample that running means look back on
 MEMORY_IMAGES = MEMORY_SAMPLED * SAMPLE_IMAGES  # that the others look back on: as far
 LATENCIES = 256  # requests of which percentiles are told
@@ -47,7 +49,13 @@ class Sampled(NamedTuple):
 
     pixels: Tensor  # (3, side, side) uint8
     image: int  # its number in the stream
-    after: Prediction  # by the adapted model
+    probabilities: Tensor  # (C,), by the adapted model
+
+    @property
+    def after(self) -> Prediction:
+        """The adapted model's prediction."""
+        best, number = self.probabilities.max(0)
+        return Prediction(int(number), float(best))
 
 
 class Picture(NamedTuple):
@@ -68,6 +76,8 @@ class Point(NamedTuple):
     entropy: float | None  # in nats
     source_confidence: float | None
     agreement: float | None  # share of the sample for which source and adapted model name the same class
+    accuracy: float | None  # by an estimate without labels; None without a calibration
+    source_accuracy: float | None
     images_per_second: float
     latency_seconds: float | None  # median
 
@@ -76,7 +86,7 @@ class Mark(NamedTuple):
     """Something that happened at an image."""
 
     image: int
-    kind: str  # shift, recall, reset, freeze, learn, or what a guard did
+    kind: str  # shift, recall, reset, freeze, learn; slow, rest, trust: what a guard did
 
 
 class News(NamedTuple):
@@ -123,6 +133,8 @@ class Live:
         self._entropy = RunningMean(MEMORY_IMAGES)
         self._source_confidence = RunningMean(MEMORY_SAMPLED)
         self._agreement = RunningMean(MEMORY_SAMPLED)
+        self._accuracy = RunningMean(MEMORY_ESTIMATES)
+        self._source_accuracy = RunningMean(MEMORY_ESTIMATES)
         self._points: list[Point] = []
         self._marks: deque[Mark] = deque(maxlen=MARKS)
         self._pictures: deque[Picture] = deque(maxlen=thumbnails)
@@ -136,7 +148,7 @@ class Live:
     def answered(self, x: Tensor, probabilities: Tensor, first: int) -> None:
         """Follow images (n, 3, side, side) that were answered; the first of them is number `first` of the stream."""
         n = len(x)
-        best, number = probabilities.max(1)
+        best, _ = probabilities.max(1)
         entropy = float(torch.special.entr(probabilities).sum(1).mean())
         chosen = range(-first % SAMPLE_IMAGES, n, SAMPLE_IMAGES)
         with self._lock:
@@ -146,15 +158,23 @@ class Live:
             self._images += n
             for i in chosen:
                 if len(self.sampled) < SAMPLED:
-                    self.sampled.append(Sampled(x[i].clone(), first + i, Prediction(int(number[i]), float(best[i]))))
+                    self.sampled.append(Sampled(x[i].clone(), first + i, probabilities[i].clone()))
             self._draw(first + n)
 
-    def asked(self, sampled: Sequence[Sampled], probabilities: Tensor) -> None:
-        """Take in what the source model says (n, C) about images of the sample."""
+    def asked(self, sampled: Sequence[Sampled], probabilities: Tensor, right: Tensor | None = None) -> None:
+        """Take in what the source model says (n, C) about images of the sample.
+
+        Args:
+            right: estimated probabilities that the adapted and the source model are right, (n, 2).
+        """
         best, number = probabilities.max(1)
         shown = sampled[max(len(sampled) - self.thumbnails, 0) :]
         pictures = {s.image: thumbnail(s.pixels) for s in shown}
         with self._lock:
+            if right is not None:
+                for adapted, source in right.tolist():
+                    self._accuracy.add(adapted)
+                    self._source_accuracy.add(source)
             for s, p, c in zip(sampled, best.tolist(), number.tolist(), strict=True):
                 self._source_confidence.add(p)
                 self._agreement.add(float(c == s.after.number))
@@ -193,6 +213,8 @@ class Live:
             entropy=self._entropy.mean,
             source_confidence=self._source_confidence.mean,
             agreement=self._agreement.mean,
+            accuracy=self._accuracy.mean,
+            source_accuracy=self._source_accuracy.mean,
             images_per_second=self._rate(),
             latency_seconds=median,
         )
@@ -224,6 +246,8 @@ class Live:
                 "confidence": self._confidence.mean,
                 "source_confidence": self._source_confidence.mean,
                 "agreement": self._agreement.mean,
+                "accuracy": self._accuracy.mean,
+                "source_accuracy": self._source_accuracy.mean,
                 "images_per_second": self._rate(),
                 "latency_seconds": median,
                 "late_seconds": late,

@@ -4,7 +4,8 @@
   const CARDS = 60; // drawn at most; the most recently used streams come first
   const POINTS = 2000; // kept of one stream
   const LATEST = 160; // points that "latest" shows
-  const PANELS = [
+  const PANELS = [ // one that has no values is left out
+    { title: "estimated accuracy", height: 150, percent: true, curves: [["source", "source_accuracy"], ["adapted", "accuracy"]] },
     { title: "sureness", height: 150, percent: true, curves: [["source", "source_confidence"], ["adapted", "confidence"]] },
     { title: "agreement with the source model", height: 84, percent: true, curves: [["agreement", "agreement"]] },
     { title: "entropy, nats", height: 84, percent: false, curves: [["entropy", "entropy"]] },
@@ -12,10 +13,9 @@
   const WORDS = {
     shift: ["shift", "A new domain begins"],
     recall: ["recall", "A known domain is back: what was learned on it is loaded"],
-    slow: ["alarm", "Guard: back to a good state, and slower from now on"],
-    rollback: ["alarm", "Guard: back to a good state"],
-    source: ["alarm", "Guard: the source model predicts for a while"],
-    pause: ["alarm", "Guard: one class follows another, so the source model predicts for a while"],
+    slow: ["alarm", "Guard: adaptation does harm. Back to a good state; the source model answers meanwhile"],
+    rest: ["alarm", "Guard: several alarms. The source model answers, and nothing is learned for a while"],
+    trust: ["recall", "Guard: the adapted model answers again"],
     reset: ["done", "Reset to the source model"],
     freeze: ["done", "Frozen: it only predicts"],
     learn: ["done", "It learns again"],
@@ -26,6 +26,7 @@
   let token = sessionStorage.getItem("mgtta-token");
   let range = "latest";
   let connection = null;
+  let error = null; // of the estimated accuracy, in points
 
   // --- small helpers
 
@@ -122,6 +123,7 @@
   // --- all streams
 
   const about = (service) => {
+    error = service.error_points;
     $("about").textContent = `${service.model} with ${service.method} · version ${service.version}`;
   };
 
@@ -136,7 +138,7 @@
     detail();
   }
 
-  const stateOf = (report) => (!report.loaded ? "saved" : report.frozen ? "frozen" : report.resting ? "resting" : "learning");
+  const stateOf = (report) => (!report.loaded ? "saved" : report.frozen ? "frozen" : report.resting ? "source answers" : "learning");
 
   function cards() {
     const words = $("find").value.trim().toLowerCase();
@@ -215,9 +217,12 @@
       several(report.shifts, "shift"), several(report.alarms, "alarm"),
       report.dropped ? `${whole(report.dropped)} not learned from` : ""].filter(Boolean).join(" · ");
     $("freeze").textContent = report.frozen ? "Learn again" : "Freeze";
+    const estimate = ["estimated accuracy", percent(report.accuracy), error == null ? "" : `± ${Math.round(error)}`,
+      `source model: ${percent(report.source_accuracy)}`];
     const tiles = [ // what, figure, unit, more
+      ...(report.accuracy == null ? [] : [estimate]),
       ["sure of its answers", percent(report.confidence), "", `source model: ${percent(report.source_confidence)}`],
-      ["agrees with the source", percent(report.agreement), "", "in a sample, one image in eight"],
+      ["agrees with the source", percent(report.agreement), "", "one image in eight"],
       ["entropy", report.entropy == null ? "–" : report.entropy.toFixed(2), "nats", "0: entirely sure"],
       ["images", few(report.images_per_second), "a second", "over the last 10 seconds"],
       ["time to an answer", milliseconds(report.latency_seconds), "ms", `99 % within ${milliseconds(report.late_seconds)} ms`],
@@ -245,7 +250,8 @@
     const x = (image) => left + ((width - left - 8) * (image - first)) / Math.max(last - first, 1);
     const svg = shape("svg", { role: "img", "aria-label": "running figures over images" });
     let top = 40;
-    PANELS.forEach((panel) => { top = drawPanel(svg, panel, points, x, top, left, width); });
+    const known = ({ curves }) => curves.some(([, key]) => points.some((point) => point[key] != null));
+    PANELS.filter(known).forEach((panel) => { top = drawPanel(svg, panel, points, x, top, left, width); });
     const bottom = top - 22;
     drawMarks(svg, seen.marks.filter((mark) => mark.image >= first && mark.image <= last), x, bottom);
     svg.append(shape("text", { x: left, y: bottom + 18 }, `image ${whole(first)}`),

@@ -74,7 +74,9 @@ class LiveView:
 
     def _about(self) -> dict[str, Any]:
         method = self.streams.method
-        return {"model": method.model.name, "method": method.name, "version": __version__}
+        calibration = self.streams.calibration
+        error = None if calibration is None else calibration.error
+        return {"model": method.model.name, "method": method.name, "version": __version__, "error_points": error}
 
 
 class Brief:

@@ -8,6 +8,7 @@ from typing import Any
 
 import uvicorn
 
+from mgtta.adaptation.estimate import Calibration
 from mgtta.adaptation.wrapper import Adapting
 from mgtta.data.embedded import images_for
 from mgtta.methods.registry import recipe
@@ -46,6 +47,7 @@ def serve(
     token: str | None = None,
     limits: Limits | None = None,
     settings: dict[str, Any] | None = None,
+    calibration: Calibration | None = None,
     ray: str | None = None,
     replicas: int = 2,
     started: Callable[[str], object] = print,
@@ -56,15 +58,17 @@ def serve(
         state: folder for the states of all streams.
         port: 0 for any that is free.
         settings: of the method.
+        calibration: what `mgtta.calibrate` gave; with it the live view estimates the accuracy.
         ray: address of a Ray cluster that computes, see cluster.py; None: this process does.
         replicas: processes of that cluster.
         started: called with the address when it is known.
     """
     if token is None and host not in LOCAL_HOSTS:
         raise ValueError(f"anyone who reaches {host} could use the service: name a file with a token, --token FILE")
+    _check_device(model, ray)
     side, crop_pct = model.input_size
     build = partial(template, method, model, **settings or {})
-    with _listen(host, port) as listening, _streams(build, side, state, limits, ray, replicas) as streams:
+    with _listen(host, port) as listening, _streams(build, side, state, limits, calibration, ray, replicas) as streams:
         app = create_app(streams, labels=labels, crop_pct=crop_pct, token=token)
         config = uvicorn.Config(
             app,
@@ -79,11 +83,22 @@ def serve(
 
 
 def _streams(
-    build: Callable[[], Adapting], side: int, state: Path, limits: Limits | None, ray: str | None, replicas: int
+    build: Callable[[], Adapting],
+    side: int,
+    state: Path,
+    limits: Limits | None,
+    calibration: Calibration | None,
+    ray: str | None,
+    replicas: int,
 ) -> AnyStreams:
     if ray is None:
-        return Streams(build(), side, state, limits)
-    return Cluster(build, side, state, limits, replicas=replicas, address=ray)
+        return Streams(build(), side, state, limits, calibration=calibration)
+    return Cluster(build, side, state, limits, calibration=calibration, replicas=replicas, address=ray)
+
+
+def _check_device(model: Classifier, ray: str | None) -> None:
+    if ray is not None and next(model.parameters()).device.type != "cpu":
+        raise ValueError("replicas on a Ray cluster compute on CPUs: give --device cpu with --ray")
 
 
 def _listen(host: str, port: int) -> socket.socket:

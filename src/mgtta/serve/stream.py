@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from mgtta.adaptation.content import has_content
 from mgtta.adaptation.gathered import Gathered
 from mgtta.adaptation.guarded import Guarded
 from mgtta.adaptation.recalled import Domains, Recalled
@@ -22,6 +23,7 @@ from mgtta.adaptation.wrapper import Adapting, Wrapper
 from mgtta.serve.live import Live
 
 MEMORY_IMAGES = 640  # of the running mean of the entropy
+TRUST = "trust"  # what a guard does that is not an alarm
 KEEP_BATCHES = 4  # updates' worth of images that wait at most; the oldest are dropped
 
 
@@ -84,9 +86,9 @@ class Stream:
 
     @property
     def resting(self) -> bool:
-        """True while a guard lets the source model predict."""
+        """True while a guard lets the source model answer."""
         guarded = _wrapper(self.method, Guarded)
-        return guarded is not None and guarded.watch.images < guarded.watch.rest_until
+        return guarded is not None and (guarded.watch.shadow or _rests(guarded))
 
     def answer(self, x: Tensor) -> Answer:
         """Predict the images, keep them for an update, and look for a shift."""
@@ -102,9 +104,11 @@ class Stream:
         self.live.answered(x, probabilities, self.images)
         self.images += len(x)
         if guarded is not None:
-            self._note_alarms(guarded.watch.events[events:])
+            self._note_guard(guarded.watch.events[events:])
+            learning = learning and not _rests(guarded)
+            x = x[has_content(x)]
         shifted = self._note_shift(before)
-        if self.gather and learning and not self.resting:
+        if self.gather and learning and len(x):
             self._keep(x)
         self._changed()
         return Answer(probabilities, self.method.updates, shifted)
@@ -215,13 +219,13 @@ class Stream:
         self.live.mark(self.images, "recall" if known else "shift")
         return True
 
-    def _note_alarms(self, events: Sequence[dict[str, Any]]) -> None:
-        """Count what a guard did; images that were kept before are not learned from."""
+    def _note_guard(self, events: Sequence[dict[str, Any]]) -> None:
+        """Mark what a guard did, and count alarms; images that were kept before an alarm are not learned from."""
         for event in events:
-            self.alarms += 1
             self.live.mark(self.images, event["action"])
-        if events:
-            self.drop_kept()
+            if event["action"] != TRUST:
+                self.alarms += 1
+                self.drop_kept()
 
     def _follow(self, probabilities: Tensor) -> None:
         found = float(torch.special.entr(probabilities).sum(1).mean())
@@ -250,6 +254,11 @@ def _wrapper(method: Adapting, kind: type[Kind]) -> Kind | None:
             return method
         method = method.method
     return None
+
+
+def _rests(guarded: Guarded) -> bool:
+    """Return whether a guard lets nothing be learned for a while."""
+    return guarded.watch.images < guarded.watch.rest_until
 
 
 class Place(NamedTuple):

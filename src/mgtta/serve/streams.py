@@ -31,11 +31,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgtta.adaptation.wrapper import Adapting
-from mgtta.serve.live import News
+from mgtta.adaptation.estimate import Calibration
+from mgtta.adaptation.monitor import source_model
+from mgtta.adaptation.wrapper import Adapting, innermost
+from mgtta.serve.live import News, Sampled
 from mgtta.serve.store import StateFolder, check_name
 from mgtta.serve.stream import Answer, Stream
-from mgtta.serve.template import own_bytes, source_model, stream_copy
+from mgtta.serve.template import own_bytes, stream_copy
 
 log = logging.getLogger("mgtta.serve")
 TOTALS = (
@@ -92,7 +94,7 @@ class Limits:
     streams: int = 1000  # that are known, loaded or saved
     queue_images: int = 2048  # that wait in all streams together
     stream_queue_images: int = 512
-    queue_seconds: float = 5.0  # for which images would wait, by what an image took so far
+    queue_seconds: float = 10.0  # for which images would wait, by what an image took so far
     stream_queue_commands: int = 64
     save_updates: int = 16
     save_seconds: float = 10.0
@@ -159,6 +161,7 @@ class Streams:
         method: see `mgtta.serve.template.template`; it stays as it is.
         side: of the images in pixels.
         folder: for the saved states.
+        calibration: what `mgtta.calibrate` gave, for the live view's estimate of accuracy.
         shared: other processes use the folder, too; no two of them have the same stream.
 
     Attributes:
@@ -167,8 +170,18 @@ class Streams:
     """
 
     def __init__(
-        self, method: Adapting, side: int, folder: str | Path, limits: Limits | None = None, shared: bool = False
+        self,
+        method: Adapting,
+        side: int,
+        folder: str | Path,
+        limits: Limits | None = None,
+        *,
+        calibration: Calibration | None = None,
+        shared: bool = False,
     ):
+        if calibration is not None:
+            calibration.check(method.name, method.model.name, innermost(method).fingerprint)
+        self.calibration = calibration
         self.method = method
         self.side = side
         self.limits = limits or Limits()
@@ -489,14 +502,19 @@ class Streams:
         try:
             with torch.no_grad():
                 x = torch.stack([s.pixels for part in sampled for s in part])
-                answers = [self.source(batch).softmax(1).cpu() for batch in x.split(self.limits.batch_images)]
-            shares = torch.cat(answers).split([len(part) for part in sampled])
-            for live, part, share in zip(lives, sampled, shares, strict=True):
-                live.asked(part, share)
+                logits = torch.cat([self.source(batch).cpu() for batch in x.split(self.limits.batch_images)])
+            for live, part, share in zip(lives, sampled, logits.split([len(part) for part in sampled]), strict=True):
+                live.asked(part, share.softmax(1), self._right(part, share))
             self.totals["asked"] += images
         except Exception:
             log.exception("the source model cannot answer images of the live view")
         self.busy_seconds["ask"] += time.monotonic() - began
+
+    def _right(self, sampled: list[Sampled], logits: Tensor) -> Tensor | None:
+        """Return the probabilities that the adapted and the source model are right, (n, 2); None if nobody can tell."""
+        if self.calibration is None:
+            return None
+        return self.calibration.estimates(torch.stack([s.probabilities for s in sampled]).log(), logits)
 
     # --- which streams are in memory
 

@@ -35,12 +35,6 @@ def template(name: str, model: Classifier, **settings: Any) -> Adapting:
     return method
 
 
-def source_model(method: Adapting) -> Classifier:
-    """Return the source model of a method that has not adapted yet; they share all weights."""
-    shared: dict[int, Any] = {id(p): p for p in method.model.parameters()}
-    return copy.deepcopy(method.model, shared).use_running_statistics()
-
-
 def stream_copy(method: Adapting) -> Adapting:
     """Return a copy of a method that has not adapted yet; it shares what never changes with the method."""
     return copy.deepcopy(method, _shared(method))
