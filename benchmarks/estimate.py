@@ -350,8 +350,8 @@ corruptions, and on the first test streams of the characters. Clean images were 
 of ImageNet's test corruptions had shown estimates that were too high by 5 to 8 points; left-out validation corruptions
 had shown the same, 2 to 3 points too high. So these figures are not blind.
 
-mgtta+ is revision 0 of the recipe. Nine of ImageNet's test corruptions, from zoom blur on without JPEG, were run by an
-earlier form of this program with the same protocol, and their logits were kept in half precision."""
+mgtta+ is revision 0 of the recipe. Most test cells from zoom blur on, all but JPEG's, were run by an earlier form of
+this program with the same protocol, and their logits were kept in half precision. Characters are not measured yet."""
 
 
 def main() -> None:

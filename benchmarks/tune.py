@@ -109,6 +109,7 @@ def row(setting: str, domain: str, chosen: str, true: dict, estimates: dict, sur
 def page(rows: list[dict]) -> str:
     parts = ["# Choosing a method without labels", __doc__.split("\n\n")[1].replace("\n", " ")]
     parts.append("`python benchmarks/tune.py --images 128 --out results`; ImageNet images: `--work FOLDER`, as above.")
+    parts.append("Streams have 128 images, so one image is 0.8 points. mgtta+ is revision 0 of the recipe.")
     for setting in dict.fromkeys(row["setting"] for row in rows):
         mine = [row for row in rows if row["setting"] == setting]
         lines = [
