@@ -179,16 +179,21 @@ def re_centred_by_hand(method, batches):
         yield moved.detach()
 
 
+def convolution_on_the_last_norm():
+    return nn.Sequential(*convnet("group")[:-4], nn.AdaptiveAvgPool2d(1), nn.Conv2d(16, CLASSES, 1), nn.Flatten())
+
+
 @pytest.mark.parametrize(
     ("net", "layer"),
     [
+        (convolution_on_the_last_norm, "6"),
         (NETS["vit"], "head"),
         (NETS["batchnorm"], "8"),
         (NETS["groupnorm"], "8"),
         (TwoHeads, ""),
         (convolution_as_head, "7"),
     ],
-    ids=["vit", "batchnorm", "groupnorm", "two heads", "convolution"],
+    ids=["convolution on the last norm", "vit", "batchnorm", "groupnorm", "two heads", "convolution"],
 )
 def test_any_head_is_re_centred(net, layer):
     torch.manual_seed(0)

@@ -68,10 +68,9 @@ class MGTTAPlus(MGTTA):
         self.recentre = recentre
         self.mirror = _mirrors(mirror, self.source)
         self._checked = not recentre or self.source.head is not None
-        self._layer: str | None = None  # the head, if what it reads is read besides the layers' features
+        self._layer = None if self.source.head is None else self.source.head_layer  # the head
         if recentre and self.source.head_reads_last_layer is False:
-            self._layer = self.source.head_layer
-            self.model.read_head(self._layer)
+            self.model.read_head(self.source.head_layer)
         like = next(iter(self.adapted.values()))
         self.register_buffer("mean", self.source.to(like).before_head.detach().clone())
         self.register_buffer("images", torch.zeros((), device=like.device))  # of which the mean is
@@ -94,7 +93,7 @@ class MGTTAPlus(MGTTA):
         return logits.reshape(2, len(logits) // 2, logits.shape[1]).mean(0)
 
     def objective(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
-        if self._layer is not None:
+        if self.model.reads_head:
             features = features[:-1]
         if self.mirror and self.ranks.size > 1:  # ranks count images by their logits: one row for each view
             logits = logits.repeat(2, 1)
