@@ -211,7 +211,8 @@ def tables(result: dict[str, Any]) -> str:
 
 def page(result: dict[str, Any]) -> str:
     about = result["protocol"]
-    steps = " and ".join(f"{n} ({name})" for name, (_, n) in MODELS.items())
+    counts = {row["model"]: len(row["images/s"][WAYS[0]]) for row in result["rows"]}
+    steps = " and ".join(f"{n} ({name})" for name, n in counts.items())
     return f"""# One process against two ranks
 
 Command: `{about["command"]}`

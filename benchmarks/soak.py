@@ -105,8 +105,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model = mgtta.load_model("patterns_vit")
-    method = mgtta.create("mgtta", model, source="patterns_vit", lr=1e-4, guard=True)
+    model = mgtta.load_model("glyphs_vit")
+    method = mgtta.create("mgtta", model, source="glyphs_vit", lr=1e-4, guard=True)
     found = soak(method, mgtta.create("noadapt", model), args.batches, args.batch_size)
     found |= {
         "method": method.name,

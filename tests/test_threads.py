@@ -66,10 +66,10 @@ def test_a_short_soak(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import soak
 
-    model = mgtta.load_model("patterns_vit")
+    model = mgtta.load_model("glyphs_vit")
     method = mgtta.create("tent", model, guard=True)
     found = soak.soak(method, mgtta.create("noadapt", model), 24, 2, images=2, samples=4)
     assert found["drift"] == 0.0
     assert found["updates"] == 24
     assert math.isfinite(found["memory"]["growth"])
-    assert "| memory, MiB |" in soak.page({**found, "command": "", "method": "tent", "model": "patterns_vit"})
+    assert "| memory, MiB |" in soak.page({**found, "command": "", "method": "tent", "model": "glyphs_vit"})
