@@ -118,5 +118,4 @@ class Patterns(Rendered):
 
     @staticmethod
     def label_of(index: int, seed: int) -> int:
-        """Return the label of an image without drawing it."""
         return _start(seed, index)[1]

@@ -31,14 +31,12 @@ class Rendered(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         kind: what an image shows, for its name.
         title: what the images are, for records.
         render: draws an image; a function of a module, so that other processes find it.
-        label_of: returns the label of an image, from (index, seed), without drawing it.
     """
 
     classes: ClassVar[tuple[str, ...]]
     kind: ClassVar[str]
     title: ClassVar[str]
     render: ClassVar[Render]
-    label_of: ClassVar[Callable[[int, int], int]]
 
     def __init__(self, n: int, seed: int = TEST_SEED):
         if n < 0 or seed < 0:
@@ -52,6 +50,11 @@ class Rendered(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
         image, label = type(self).render(self._checked(i), self.seed)
         return torch.from_numpy(image), label
+
+    @staticmethod
+    def label_of(index: int, seed: int) -> int:
+        """Return the label of an image without drawing it."""
+        raise NotImplementedError
 
     def name(self, i: int) -> str:
         """Return the name of image i for records and file names."""

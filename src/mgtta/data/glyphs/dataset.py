@@ -14,5 +14,4 @@ class Glyphs(Rendered):
 
     @staticmethod
     def label_of(index: int, seed: int) -> int:
-        """Return the label of an image without drawing it."""
         return start(seed, index)[1]
