@@ -450,7 +450,7 @@ def test_fisher_makes_the_file_that_eata_needs(run, folder, tmp_path):
     code, _, err = run("adapt", folder, *words, "--set", f"fisher={out}")
     assert code == 0, err
     code, _, err = run(
-        "adapt", folder, *options(model="glyphs_plain", method="eata", device="cpu"), "--set", f"fisher={out}"
+        "adapt", folder, *options(model="patterns_vit", method="eata", device="cpu"), "--set", f"fisher={out}"
     )
     assert code == 2
     assert "`mgtta fisher CLEAN_IMAGES --model NAME`" in err
