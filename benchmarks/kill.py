@@ -54,7 +54,11 @@ def prepare(folder: Path, images: int) -> list[str]:
         str(folder / "source.safetensors"),
         "--batch-size",
         "4",
+        "--method",
+        "mgtta",
         "--guard",
+        "--set",
+        "gather=0",
         "--device",
         "cpu",
     ]

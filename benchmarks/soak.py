@@ -106,7 +106,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     model = mgtta.load_model("glyphs_vit")
-    method = mgtta.create("mgtta", model, source="glyphs_vit", lr=1e-4, guard=True)
+    method = mgtta.create("mgtta", model, source="glyphs_vit", lr=1e-4, guard=True, gather=0)
     found = soak(method, mgtta.create("noadapt", model), args.batches, args.batch_size)
     found |= {
         "method": method.name,

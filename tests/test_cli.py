@@ -76,7 +76,11 @@ assert "torch" not in sys.modules
 
 
 def test_adapt_writes_csv_and_state_and_starts_from_the_state(run, folder, tmp_path):
-    common = ("adapt", folder, *options(model="glyphs_vit", source="glyphs_vit", batch_size=4, device="cpu"))
+    common = (
+        "adapt",
+        folder,
+        *options(model="glyphs_vit", source="glyphs_vit", batch_size=4, device="cpu", method="mgtta"),
+    )
     code, out, err = run(*common, "--out", tmp_path / "p.csv", "--state", tmp_path / "s", "--set", "lr=1e-4")
     assert code == 0, err
     assert "2 class folders, but the model has 30 classes: the labels are not used" in err

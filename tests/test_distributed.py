@@ -44,7 +44,9 @@ CASES = {  # filters that some images pass and some do not
     "eq7_adam": {},
     "mgtta": {},
     "mgtta_lstm": {},
-    "mgtta_plus": {},
+    "mgtta_plus": {"gather": 0, "recall": 0},
+    "plus_adam": {"gather": 0, "recall": 0},
+    "plus_sgd": {"gather": 0, "recall": 0},
     "noadapt": {},
     "actmad": {},
     "eata_come": {"margin": 0.8, "redundancy": 0.97, "fisher_weight": 1.0},
@@ -375,7 +377,18 @@ def test_torchrun_resumes_after_a_kill_and_writes_the_predictions_of_one_process
     for i in range(13):
         Image.fromarray(glyphs[i][0].permute(1, 2, 0).numpy()).save(tmp_path / "images" / f"{i:02}.png")
     monkeypatch.chdir(tmp_path)
-    words = ["adapt", "images", "--model", "patterns_vit", "--source", "patterns_vit", "--batch-size", "6"]
+    words = [
+        "adapt",
+        "images",
+        "--method",
+        "mgtta",
+        "--model",
+        "patterns_vit",
+        "--source",
+        "patterns_vit",
+        "--batch-size",
+        "6",
+    ]
     words += ["--device", "cpu", "--state", "state", "--out"]
     app([*words, "one.csv"], standalone_mode=False)
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mgtta"]

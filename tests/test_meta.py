@@ -346,7 +346,7 @@ def test_the_inner_loop_of_training_is_the_deployed_step(model, source):
     trainer = _Trainer(model, source, episodes, copy.deepcopy(generator), 8, 5e-3, 1e-2, 0.8, 0, 0.25, True)
     list(trainer.one_pass(2))
     [x] = episodes.episode(0).batches
-    method = mgtta.create("mgtta+", model, source=source, generator=generator, lr=5e-3, decay=float("inf"), pull=0.25)
+    method = mgtta.create("mgtta+", model, source=source, generator=generator, lr=5e-3, pull=0.25, gather=0, recall=0)
     method(x)
     for a, b in zip(trainer.theta, method.adapted.values(), strict=True):
         torch.testing.assert_close(a, b)
@@ -409,7 +409,7 @@ def test_meta_train_on_streams_lowers_the_objective():
         untrained = mgtta.MetaGradientGenerator()
         final = []
         for generator in (trained, untrained):
-            method = mgtta.create("mgtta+", model, source=source, generator=generator, **deployed)
+            method = mgtta.create("mgtta+", model, source=source, generator=generator, **deployed, gather=0, recall=0)
             losses = []
             for t in range(24):
                 x = shifted(1000 + 100 * seed + t, n=8)

@@ -52,7 +52,10 @@ CANNOT = {
 
 
 def make(name, model, **settings):
+    """Return a method without the options that recipes have by default: their wrappers have tests of their own."""
     parameters = RECIPES[name].settings
+    for option in ("gather", "recall"):
+        settings.setdefault(option, 0)
     if parameters.get("source") is REQUIRED:
         settings.setdefault("source", mgtta.source_statistics(model, images(16, seed=99)))
     if parameters.get("fisher") is REQUIRED:

@@ -16,7 +16,9 @@ from mgtta.running.page import MOST, Gallery, write_page
 
 @pytest.fixture
 def adapt(run, folder, tmp_path):  # noqa: F811
-    common = options(model="glyphs_vit", source="glyphs_vit", batch_size=4, device="cpu", out=tmp_path / "p.csv")
+    common = options(
+        model="glyphs_vit", source="glyphs_vit", batch_size=4, device="cpu", method="mgtta", out=tmp_path / "p.csv"
+    )
     return lambda *more: run("adapt", folder, *common, *more)
 
 

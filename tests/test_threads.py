@@ -67,7 +67,7 @@ def test_a_short_soak(monkeypatch):
     import soak
 
     model = mgtta.load_model("glyphs_vit")
-    method = mgtta.create("tent", model, guard=True)
+    method = mgtta.create("tent", model, guard=True, gather=0)
     found = soak.soak(method, mgtta.create("noadapt", model), 24, 2, images=2, samples=4)
     assert found["drift"] == 0.0
     assert found["updates"] == 24

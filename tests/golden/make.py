@@ -41,7 +41,7 @@ def generator() -> mgtta.MetaGradientGenerator:
 
 def method(folder: Path) -> Guarded:
     settings = {"source": folder / "source.safetensors", "generator": folder / "generator.safetensors"}
-    return mgtta.create("mgtta", mgtta.load_model(net()), guard=True, **settings)
+    return mgtta.create("mgtta", mgtta.load_model(net()), guard=True, gather=0, **settings)
 
 
 def make(folder: Path) -> None:
