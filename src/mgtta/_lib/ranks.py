@@ -290,5 +290,6 @@ def joined(device: str, timeout: float = TIMEOUT) -> Iterator[dist.ProcessGroup 
     dist.init_process_group(timeout=timedelta(seconds=timeout), **options)
     try:
         yield dist.group.WORLD
+        dist.barrier()  # a rank that leaves earlier than the others may abort at its exit
     finally:
         dist.destroy_process_group()
