@@ -67,3 +67,11 @@ def test_the_tune_command_prints_the_choice(run, tmp_path):  # noqa: F811
     code, _, err = run("tune", root, *words, "--source", "glyphs_vit", "--paces", "much")
     assert code == 2
     assert "--paces takes numbers" in err
+
+
+def test_a_choice_from_few_images_is_a_guess():
+    candidates = [Candidate("tent", {"lr": 1e-3}, 80.0, 2.0, 1.0), Candidate("noadapt", {}, 50.0, 2.0, 1.0)]
+    assert Tuning(candidates, 256).sure
+    few = Tuning(candidates, 20)
+    assert not few.sure
+    assert "20 images are too few" in str(few)

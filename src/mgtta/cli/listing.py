@@ -43,7 +43,7 @@ def _methods(catalogue: Mapping[str, Any]) -> str:
     """Return one line for each method."""
     rows = [_row("method", "kind", "passes", "needs")]
     rows += [_row(m["name"], m["kind"], _passes(m), ", ".join(m["needs"]) or "-") for m in catalogue["methods"]]
-    about = "Methods: mgtta adapt --method NAME. Passes: forward + backward passes of an image, at most."
+    about = "Methods: mgtta adapt --method NAME. Passes: forward + backward, of an image in batches of 16, at most."
     return "\n".join([_wrapped(about), *rows])
 
 

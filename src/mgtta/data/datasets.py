@@ -233,7 +233,7 @@ def open_dataset(
     if not root.is_dir():
         raise _not_found(root, kind, "it does not exist")
     if kind == "imagenet-c" or (kind is None and is_imagenet_c(root)):
-        raise ValueError(f"{root} is ImageNet-C: open one corruption with imagenet_c({str(root)!r}, NAME)")
+        raise ValueError(f"{root} is ImageNet-C: open one corruption, such as {str(root / 'fog' / '5')!r}")
     if kind == "cifar-c" or (kind is None and is_cifar_c(root)):
         raise ValueError(f"{root} is CIFAR-C: open one corruption with cifar_c({str(root)!r}, NAME)")
     guess = "folder" if _class_folders(root) else "flat"

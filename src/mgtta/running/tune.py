@@ -25,6 +25,7 @@ NOADAPT = "noadapt"
 METHODS = ("mgtta", "mgtta_plus", "tent")
 PACES = (0.2, 1.0, 5.0)  # factors on a method's own learning rate
 SAMPLE_IMAGES = 256
+ENOUGH_IMAGES = 128  # of a sample, for a choice that is more than a guess
 CLEAN_IMAGES = 64
 
 
@@ -54,6 +55,7 @@ class Tuning:
     """The candidates, the best first, and the source model's estimate."""
 
     candidates: list[Candidate]
+    images: int = SAMPLE_IMAGES  # of the sample
 
     @property
     def best(self) -> Candidate:
@@ -66,7 +68,9 @@ class Tuning:
 
     @property
     def sure(self) -> bool:
-        """True if the estimated gain over the source model is larger than the error and twice the noise."""
+        """True if the sample is large enough, and the estimated gain larger than the error and twice the noise."""
+        if self.images < ENOUGH_IMAGES:
+            return False
         gain = self.best.accuracy - self.source.accuracy
         return gain > max(self.best.error, 2 * self.best.noise)
 
@@ -77,6 +81,8 @@ class Tuning:
             last = "Do not adapt: no candidate is estimated to be better than the source model."
         elif self.sure:
             last = f"Take {self.best}: {gain:+.1f} points over the source model, more than such estimates are off."
+        elif self.images < ENOUGH_IMAGES:
+            last = f"Take {self.best}, but it is a guess: {self.images} images are too few, {ENOUGH_IMAGES} are enough."
         else:
             last = f"Take {self.best}, but it is a guess: {gain:+.1f} points are within the error of the estimate."
         return "\n".join(["Estimated accuracy without labels:", *lines, last])
@@ -133,7 +139,7 @@ def tune(
             on_candidate(known)
     if not any(candidate.method == NOADAPT for candidate in found):
         raise ValueError("the candidates must include noadapt, which all others are compared with")
-    return Tuning(sorted(found, key=lambda c: -c.accuracy))
+    return Tuning(sorted(found, key=lambda c: -c.accuracy), len(images))
 
 
 @torch.no_grad()
