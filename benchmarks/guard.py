@@ -23,7 +23,7 @@ from typing import Any
 
 import imagenet
 import torch
-from pages import table
+from pages import read_lines, table
 from torch import Tensor
 
 import mgtta
@@ -248,7 +248,7 @@ def cells(args: argparse.Namespace) -> list[tuple[str, str, str]]:
 
 def measure(args: argparse.Namespace) -> None:
     path = args.out / "guard.jsonl"
-    rows = read(path)
+    rows = read_lines(path)
     done = {(row["data"], row["method"], row["rate"], row["stream"], row["alone"]) for row in rows}
     todo = [cell for cell in cells(args) if (args.what, *cell, args.alone) not in done]
     make(args)
@@ -275,12 +275,6 @@ def command(args: argparse.Namespace) -> str:
     return f"python benchmarks/guard.py {args.what}{data}{alone} --out results"
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(text) for text in path.read_text().splitlines()]
-
-
 # --- the page
 
 
@@ -291,9 +285,7 @@ def line(row: dict[str, Any]) -> str:
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
     """Return what was required and what was found, for the rows of one data set."""
-    below = sorted(
-        (row for row in rows if row["guarded"] < row["noadapt"] - 1), key=lambda row: row["guarded"] - row["noadapt"]
-    )
+    below = [row for row in rows if row["guarded"] < row["noadapt"] - 1]
     worst = min(rows, key=lambda row: row["guarded"] - row["noadapt"])
     plain = [row for row in rows if row["plain"] < row["noadapt"] - 1]
     found = [
@@ -386,7 +378,7 @@ def main() -> None:
     if args.what != "page":
         measure(args)
     with atomic(args.out / "guard.md") as temporary:
-        temporary.write_text(page(read(args.out / "guard.jsonl")))
+        temporary.write_text(page(read_lines(args.out / "guard.jsonl")))
 
 
 if __name__ == "__main__":

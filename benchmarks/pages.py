@@ -1,6 +1,16 @@
-"""Markdown that programs write: tables, and a page's text between two marks."""
+"""What programs read and write: lines of JSON, tables in Markdown, and a page's text between two marks."""
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the values of a file of JSON lines; none if it is not there."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def between(page: str, name: str, text: str) -> str:

@@ -26,7 +26,7 @@ from typing import Any
 
 import imagenet
 import torch
-from pages import table
+from pages import read_lines, table
 from torch import Tensor
 
 import mgtta
@@ -327,19 +327,13 @@ def search(args: argparse.Namespace) -> None:
             trainings = [(start, seed) for start in TRAININGS for seed in range(TRAINING_SEEDS)]
             run_all(pool, partial(_training, folder=args.out), trainings)
             wanted = generator_configs([f"g_{start}_{seed}" for start, seed in trainings])
-        there = [(line["config"], line["kind"]) for line in read(out)]
+        there = [(line["config"], line["kind"]) for line in read_lines(out)]
         tasks = [(config, kind) for config in wanted for kind in KINDS if (config, kind) not in there]
         run_all(pool, partial(_stream, folder=args.out), tasks, out)
-    print(tables(read(out)))
+    print(tables(read_lines(out)))
 
 
 # --- tables
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 class Results:
@@ -485,7 +479,7 @@ def main() -> None:
     printing.add_argument("--all", action="store_true")
     args = parser.parse_args()
     if args.what == "table":
-        print(tables(read(args.results), args.all))
+        print(tables(read_lines(args.results), args.all))
     else:
         search(args)
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import imagenet
 import torch
-from pages import table
+from pages import read_lines, table
 from torch import Tensor
 
 import mgtta
@@ -30,6 +30,7 @@ from mgtta.data.corruptions import CORRUPTIONS, corrupt
 from mgtta.data.streams import GRADUAL
 from mgtta.evaluation.metrics import expected_calibration_error, reliability
 from mgtta.methods.registry import recipe
+from mgtta.report.summary import spelled
 
 BATCH_SIZE = 64
 SINGLE_IMAGES = 400  # of each corruption, in batches of one
@@ -222,7 +223,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     store = args.out / "streams.jsonl"
-    known = read(store)
+    known = read_lines(store)
     done = {(record["method"], record["kind"], record["seed"]) for record in known}
     todo = [job for job in jobs(args) if job not in done]
     began = time.monotonic()
@@ -245,13 +246,7 @@ def main() -> None:
         process.kill()
     pool.shutdown(wait=False, cancel_futures=True)
     with atomic(args.out / "streams.md") as temporary:
-        temporary.write_text(page(read(store)))
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(text) for text in path.read_text().splitlines()]
+        temporary.write_text(page(read_lines(store)))
 
 
 def page(records: list[dict[str, Any]]) -> str:
@@ -261,9 +256,7 @@ def page(records: list[dict[str, Any]]) -> str:
         figures.setdefault((record["method"], record["kind"]), {}).setdefault(record["seed"], []).append(record)
     kinds = [kind for kind in SHOWN if any(kind == known for _, known in figures)]
     methods = sorted({method for method, _ in figures}, key=lambda method: -_top1(figures, method, "continual"))
-    rows = [
-        [method.replace("_plus", "+"), *(_shown(figures.get((method, kind))) for kind in kinds)] for method in methods
-    ]
+    rows = [[spelled(method), *(_shown(figures.get((method, kind))) for kind in kinds)] for method in methods]
     return (
         "# One setting for every stream\n\n"
         "`python benchmarks/streams.py --data SHARDS --checkpoint DEIT_TINY --workers 10 --out results`\n\n"

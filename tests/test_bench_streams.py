@@ -305,7 +305,7 @@ def test_the_tables_of_one_setting_for_every_stream_are_of_the_results_that_are_
     from pages import between
 
     root = Path(__file__).parent.parent
-    lines = search.read(root / "results" / "research" / "streams.jsonl")
+    lines = search.read_lines(root / "results" / "research" / "streams.jsonl")
     log = (root / "docs" / "research.md").read_text()
     assert log == between(log, "streams", search.tables(lines))
     assert len(search.tables(lines, everything=True)) > len(search.tables(lines))

@@ -10,7 +10,8 @@ from test_methods import make
 
 import mgtta
 from mgtta.adaptation.estimate import Calibration, evidence, fitted, probability
-from mgtta.adaptation.monitor import Window, source_model
+from mgtta.adaptation.monitor import Window
+from mgtta.adaptation.wrapper import source_model
 from mgtta.data.glyphs import Glyphs
 from mgtta.data.streams import corrupted, stream
 from mgtta.losses import entropy

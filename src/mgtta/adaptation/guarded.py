@@ -28,7 +28,7 @@ from mgtta.adaptation.content import has_content
 from mgtta.adaptation.method import Events, Method
 from mgtta.adaptation.step import Pass
 from mgtta.adaptation.watch import Watch, repeats, saved_watch, tolerated, what_is_lost
-from mgtta.adaptation.wrapper import Wrapper
+from mgtta.adaptation.wrapper import Wrapper, source_model
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import batch_norms
 
@@ -86,7 +86,7 @@ class Guarded(Wrapper):
     def __init__(self, method: Method | Wrapper, guard: Guard):
         super().__init__(method)
         self.guard = guard
-        self.source = _source_model(method)
+        self.source = source_model(method)
         self.unlearned = _normalising_by_batches(self.source, method.model)
         self._rates = [group["lr"] for group in method.optimizer.param_groups] if method.optimizer else []
         self.begin()
@@ -108,7 +108,7 @@ class Guarded(Wrapper):
             return Pass(self.predict(x))
         self.source.check(x)
         watch = self.watch
-        if watch.images < watch.rest_until:
+        if watch.resting:
             watch.images += len(x)
             return Pass(self._ask(self.source, x))
         shown = has_content(x)
@@ -121,7 +121,7 @@ class Guarded(Wrapper):
 
     @property
     def learning(self) -> bool:
-        return self.method.learning and self.watch.images >= self.watch.rest_until
+        return self.method.learning and not self.watch.resting
 
     def learn(self, x: Tensor) -> Pass:
         shown = has_content(x)
@@ -130,7 +130,7 @@ class Guarded(Wrapper):
         return self.method.learn(x[shown])
 
     def predict(self, x: Tensor) -> Tensor:
-        if self.watch.shadow or self.watch.images < self.watch.rest_until:
+        if self.watch.shadow or self.watch.resting:
             return self._ask(self.source, x)
         return self.method.predict(x)
 
@@ -270,7 +270,6 @@ class Guarded(Wrapper):
         watch.snapshot = None  # what raises an alarm again was not good
         watch.shadow = True
         watch.forget()
-        watch.began = max(watch.images, watch.rest_until)
 
     def _note(self, action: str) -> None:
         watch = self.watch
@@ -305,17 +304,6 @@ def guarded(method: Method | Wrapper, guard: Guard | bool = True) -> Guarded:
         raise TypeError(f"guard must be True, or mgtta.Guard(...), not {type(guard).__name__}")
     with torch.inference_mode(False):
         return Guarded(method, guard if isinstance(guard, Guard) else Guard())
-
-
-def _source_model(method: Method | Wrapper) -> Classifier:
-    """Return the model as it was before it adapted; weights that never change are shared."""
-    shared = {id(p): p for p in method.model.parameters() if not any(p is own for own in method.adapted.values())}
-    source = copy.deepcopy(method.model, shared).requires_grad_(False).use_running_statistics()
-    params = dict(source.named_parameters())
-    with torch.no_grad():
-        for name, value in zip(method.adapted, method.origin, strict=True):
-            params[name].copy_(value)
-    return source
 
 
 def _normalising_by_batches(source: Classifier, adapting: Classifier) -> Classifier | None:

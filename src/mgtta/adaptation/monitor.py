@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mgtta.adaptation.estimate import Calibration
 from mgtta.adaptation.shift import ShiftDetector
-from mgtta.adaptation.wrapper import Adapting, innermost
+from mgtta.adaptation.wrapper import Adapting, innermost, source_model
 from mgtta.losses import entropy
 from mgtta.models.classifier import Classifier
 from mgtta.models.source import Source, as_source
@@ -278,15 +278,3 @@ class Monitor:
 def _filled(values: list[float], length: int) -> list[float | None]:
     """Return the values, and None for those that are not known."""
     return [*values, *[None] * (length - len(values))]
-
-
-def source_model(method: Adapting) -> Classifier:
-    """Return the model as it was before it adapted; weights that never change are shared with the method."""
-    adapted = {id(p) for p in method.adapted.values()}
-    shared = {id(p): p for p in method.model.parameters() if id(p) not in adapted}
-    source = copy.deepcopy(method.model, shared).requires_grad_(False).use_running_statistics()
-    params = dict(source.named_parameters())
-    with torch.no_grad():
-        for name, value in zip(method.adapted, method.origin, strict=True):
-            params[name].copy_(value)
-    return source

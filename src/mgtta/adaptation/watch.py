@@ -47,6 +47,11 @@ class Watch:
     snapshot: dict[str, Any] | None = None  # the method's state when it was last found good; None: its start
     events: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def resting(self) -> bool:
+        """True while the source answers and nothing is learned."""
+        return self.images < self.rest_until
+
     def take(self, lost: Tensor, of_source: Tensor, of_method: Tensor, window: int) -> None:
         """Take in images (n,) that the source was asked about; the window keeps the last ones."""
         self.lost = [*self.lost, *lost.tolist()][-window:]
@@ -60,7 +65,7 @@ class Watch:
         self.latest = [*self.latest, *of_method.tolist()][-window:]
 
     def forget(self) -> None:
-        """Forget what was seen of a state that is left."""
+        """Forget what was seen of a state that is left; the next one begins now, or after a rest."""
         self.lost = []
         self.of_source = []
         self.of_method = []
@@ -68,7 +73,7 @@ class Watch:
         self.usual = 0.0
         self.doubt = False
         self.left = 0
-        self.began = self.images
+        self.began = max(self.images, self.rest_until)
 
     def harm(self, n: int | None = None) -> float:
         """Return the harm over the last n images that the source was asked about, or over all of the window."""

@@ -1,5 +1,6 @@
 """What stands around a method and changes one thing about it; everything else is passed on, name by name."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -206,3 +207,15 @@ def innermost(method: Adapting) -> Method:
     while isinstance(method, Wrapper):
         method = method.method
     return method
+
+
+def source_model(method: Adapting) -> Classifier:
+    """Return the model as it was before it adapted; weights that never change are shared with the method."""
+    adapted = {id(p) for p in method.adapted.values()}
+    shared = {id(p): p for p in method.model.parameters() if id(p) not in adapted}
+    source = copy.deepcopy(method.model, shared).requires_grad_(False).use_running_statistics()
+    params = dict(source.named_parameters())
+    with torch.no_grad():
+        for name, value in zip(method.adapted, method.origin, strict=True):
+            params[name].copy_(value)
+    return source

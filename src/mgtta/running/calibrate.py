@@ -10,8 +10,7 @@ from torch import Tensor
 
 from mgtta._lib.errors import unknown
 from mgtta.adaptation.estimate import Calibration, evidence, fitted, probability
-from mgtta.adaptation.monitor import source_model
-from mgtta.adaptation.wrapper import Adapting, innermost
+from mgtta.adaptation.wrapper import Adapting, innermost, source_model
 from mgtta.data.corruptions import SEVERITIES, VALIDATION_CORRUPTIONS, corrupt
 from mgtta.models.batches import image_batches
 from mgtta.models.classifier import Classifier

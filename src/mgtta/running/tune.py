@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgtta.adaptation.monitor import source_model
-from mgtta.adaptation.wrapper import Adapting
+from mgtta.adaptation.wrapper import Adapting, source_model
 from mgtta.methods.create import create
 from mgtta.methods.registry import SOURCE, recipe
 from mgtta.models.batches import image_batches

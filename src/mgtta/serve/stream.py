@@ -88,7 +88,7 @@ class Stream:
     def resting(self) -> bool:
         """True while a guard lets the source model answer."""
         guarded = _wrapper(self.method, Guarded)
-        return guarded is not None and (guarded.watch.shadow or _rests(guarded))
+        return guarded is not None and (guarded.watch.shadow or guarded.watch.resting)
 
     def answer(self, x: Tensor) -> Answer:
         """Predict the images, keep them for an update, and look for a shift."""
@@ -105,7 +105,7 @@ class Stream:
         self.images += len(x)
         if guarded is not None:
             self._note_guard(guarded.watch.events[events:])
-            learning = learning and not _rests(guarded)
+            learning = learning and not guarded.watch.resting
             x = x[has_content(x)]
         shifted = self._note_shift(before)
         if self.gather and learning and len(x):
@@ -254,11 +254,6 @@ def _wrapper(method: Adapting, kind: type[Kind]) -> Kind | None:
             return method
         method = method.method
     return None
-
-
-def _rests(guarded: Guarded) -> bool:
-    """Return whether a guard lets nothing be learned for a while."""
-    return guarded.watch.images < guarded.watch.rest_until
 
 
 class Place(NamedTuple):

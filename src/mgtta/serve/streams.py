@@ -32,8 +32,7 @@ import torch
 from torch import Tensor
 
 from mgtta.adaptation.estimate import Calibration
-from mgtta.adaptation.monitor import source_model
-from mgtta.adaptation.wrapper import Adapting, innermost
+from mgtta.adaptation.wrapper import Adapting, innermost, source_model
 from mgtta.serve.live import News, Sampled
 from mgtta.serve.store import StateFolder, check_name
 from mgtta.serve.stream import Answer, Stream
