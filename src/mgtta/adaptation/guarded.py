@@ -35,7 +35,7 @@ from mgtta.models.norms import batch_norms
 SMALL_BATCH = 32  # images; a batch of no more is asked about as a whole, of a larger one so many images
 FEW_IMAGES = 16  # of a batch whose own statistics may serve BatchNorm
 EARLY_IMAGES = 512  # in which every small batch is asked about; after k times as many, one in k
-TRUST_IMAGES = 192  # in the shadow, after which a method may be trusted
+TRUST_IMAGES = 96  # in the shadow, after which a method may be trusted
 REST_IMAGES = 8192  # without learning, the first time; twice as many each time
 FAILURES = 2  # alarms of a trusted method after which it rests
 SLOWEST = 1e-3  # pace below which a method in the shadow rests
@@ -49,7 +49,8 @@ class Guard:
 
     Attributes:
         tolerance: the harm above which there is an alarm, as a share of the predictions: 0.04 is 4 points of accuracy
-            by the source's own judgement. More is tolerated where it is estimated from few images.
+            by the source's own judgement. More is tolerated where it is estimated from few images. After an alarm a
+            method is trusted again when the harm is below minus half of it.
         window: images over which harm is estimated, at most.
         every: images between two questions to the source where nothing calls for one earlier, at most.
         slower: factor on the learning rate at each alarm.
@@ -57,7 +58,7 @@ class Guard:
 
     tolerance: float = 0.04
     window: int = 256
-    every: int = 512
+    every: int = 1024
     slower: float = 0.1
 
     def __post_init__(self) -> None:
@@ -180,7 +181,9 @@ class Guarded(Wrapper):
             pause = pause * n // SMALL_BATCH
         since = watch.images - watch.asked_at
         soon = max(watch.asked_at - watch.began, 1)  # after a start the pauses double
-        return since >= min(soon, pause) or watch.doubtful(self.guard.tolerance) or watch.repeating()
+        if since >= min(soon, pause):
+            return True
+        return watch.doubtful(self.guard.tolerance, RECENT_IMAGES) or watch.repeating()
 
     def _question(self, x: Tensor, logits: Tensor, everything: bool) -> Tensor:
         """Ask the source about some images, and about the others if these look bad; return its logits."""
@@ -222,7 +225,7 @@ class Guarded(Wrapper):
         """Trust the method again if it seems to do good, keep its state while it does no harm, and let it speed up."""
         watch = self.watch
         harm = watch.harm()
-        if watch.shadow and len(watch.lost) >= TRUST_IMAGES and harm < 0:
+        if watch.shadow and len(watch.lost) >= TRUST_IMAGES and harm < -self.guard.tolerance / 2:
             watch.shadow = False
             self._note("trust")
         good = not watch.shadow and len(watch.lost) >= RECENT_IMAGES and harm < self.guard.tolerance / 2

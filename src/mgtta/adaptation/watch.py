@@ -23,7 +23,8 @@ LEAST_REPEATS = 1e-3  # added to both chances: one in a thousand classes
 FEW_PAIRS = 4  # that may be of one class by accident: their chance is added instead where it is larger
 SLACK_IMAGES = 128  # of which twice the tolerance is tolerated: few images do not show that predictions spread
 FEWEST_IMAGES = 32  # of which the harm is estimated; then twice as many, and so on, up to the window
-RECENT_IMAGES = 64  # at most, of an estimate of the harm at present
+RECENT_IMAGES = 64  # of an estimate of the harm at present
+DOUBT = 0.3  # share of the harm that is tolerated, above which there is doubt
 
 
 @dataclass
@@ -89,10 +90,10 @@ class Watch:
             n *= 2
         return False
 
-    def doubtful(self, tolerance: float, n: int = RECENT_IMAGES) -> bool:
-        """Return whether the harm over the last n images is above half of what is tolerated."""
-        n = min(n, len(self.lost))
-        return n > 0 and self.harm(n) > tolerated(tolerance, n) / 2
+    def doubtful(self, tolerance: float, n: int) -> bool:
+        """Return whether the harm over the last n images, or over all of the window, is worth a closer look."""
+        stretches = {min(n, len(self.lost)), len(self.lost)} - {0}
+        return any(self.harm(n) > DOUBT * tolerated(tolerance, n) for n in stretches)
 
     def repeating(self) -> bool:
         """Return whether the method's last predictions repeat themselves more than the source's did."""
