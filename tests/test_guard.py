@@ -16,7 +16,7 @@ from mgtta.adaptation.content import has_content
 from mgtta.adaptation.guarded import Guard, Guarded
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.step import Pass
-from mgtta.adaptation.watch import CREDIT, DOUBT, Watch, repeats, tolerated, what_is_lost
+from mgtta.adaptation.watch import CREDIT, DOUBT, Watch, repeats, what_is_lost
 from mgtta.data.corruptions import CORRUPTIONS, corrupt
 from mgtta.data.glyphs import Glyphs
 from mgtta.methods.registry import recipes
@@ -225,7 +225,7 @@ def test_doubt_raises_questions(sure_model):
     held.watch.lost = [0.0] * 64
     held.watch.of_source = held.watch.of_method = list(range(64))
     assert not held._due(64)
-    held.watch.lost = [DOUBT * tolerated(0.04, 64) + 0.01] * 64
+    held.watch.lost = [DOUBT * held.watch.tolerated(0.04, 64) + 0.01] * 64
     assert held._due(64)
 
 
@@ -338,8 +338,8 @@ def test_repeats_say_nothing_where_nothing_is_lost():
 
 
 def test_few_images_are_given_more_slack():
-    assert tolerated(0.05, 128) == pytest.approx(0.1)
-    assert tolerated(0.05, 256) < tolerated(0.05, 32)
+    assert Watch().tolerated(0.05, 128) == pytest.approx(0.1)
+    assert Watch().tolerated(0.05, 256) < Watch().tolerated(0.05, 32)
 
 
 def test_the_window_keeps_the_last_images():
