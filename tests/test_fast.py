@@ -10,16 +10,22 @@ from conftest import CLASSES, NETS, confident_vit, images, random_generator, vit
 import mgtta
 from mgtta._lib.files import read_tree, write_tree
 from mgtta._lib.timm import timm
+from mgtta.adaptation.state import own_buffers
+from mgtta.adaptation.wrapper import innermost
 from mgtta.data.embedded import EMBEDDED
 from mgtta.data.streams import Batch, corrupted, stream
 from mgtta.fast import engine as fast
 from mgtta.fast import vit as plain
 from mgtta.fast.flat import FlatStep
+from mgtta.fast.remembered import is_remembered, remember
 from mgtta.losses import entropy
 from mgtta.methods._descent import Descent
+from mgtta.methods.registry import FISHER, GENERATOR, SOURCE, recipe
 from mgtta.methods.tent import Tent
 
 NAMES = ("noadapt", "tent", "eq7_sgd", "eq7_adam", "mgtta", "mgtta_lstm")
+CHOOSING = ("eta", "eata", "eata_come", "rdumb")  # methods that choose images, by masks
+FOLLOWING = ("mgtta_plus", *CHOOSING)  # methods with running means of their own
 CPU = torch.device("cpu")
 gpu = [
     pytest.mark.gpu,
@@ -30,10 +36,13 @@ gpu = [
 
 def make(name, net=None, device="cpu", precision="bf16", **settings):
     model = mgtta.load_model(net or confident_vit()).to(device)
-    if "mgtta" in name:
+    needs = recipe(name).needs
+    if GENERATOR in needs:
         settings.setdefault("generator", random_generator(memory="lstm" if "lstm" in name else "gml"))
-    if name not in ("noadapt", "tent"):
+    if SOURCE in needs:
         settings["source"] = mgtta.source_statistics(model, images(16, seed=99))
+    if FISHER in needs:
+        settings["fisher"] = mgtta.fisher_information(model, images(16, seed=99))
     return mgtta.create(name, model, precision=precision, **settings)
 
 
@@ -57,6 +66,69 @@ def test_close_to_float32(name, net, low_memory):
     assert all(p.dtype == torch.float32 for p in quick.adapted.values())
     assert quick.model.fingerprint() != exact.model.fingerprint()
     assert quick.fingerprint == exact.fingerprint  # states and statistics are the source model's
+
+
+def followed(method):
+    """Return the running means of a method."""
+    return {name: t for name, t in own_buffers(innermost(method)).items() if not name.startswith("statistics")}
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_running_means_follow_as_in_float32(name):
+    """Of the images that a filter keeps, and not of batches that are not finite or that teach nothing."""
+    open_filters = {"margin": 0.9, "redundancy": 0.999} if name in CHOOSING else {"gather": 3}
+    exact, quick = (make(name, lr=1e-4, precision=p, **open_filters) for p in ("fp32", "bf16"))
+    bad = images(8)
+    bad[0, 0, 0, 0] = float("nan")
+    for x in [*batches(3), bad, *batches(3, size=5), *images(4).split(1)]:
+        expected, found = exact(x), quick(x)
+        if x is not bad:
+            assert close(found, expected)
+    assert (quick.updates, quick.skipped) == (exact.updates, exact.skipped)
+    for key, value in followed(quick).items():
+        torch.testing.assert_close(value, followed(exact)[key], atol=0.05, rtol=0.05)
+        assert value.any()
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_a_batch_that_teaches_nothing_is_neither_an_update_nor_skipped(name):
+    method = make(name, vit())  # random weights: every entropy is near ln C
+    before = method.state_dict()["params"]
+    for x in batches(2):
+        method(x)
+    assert (method.updates, method.skipped) == (0, 0)
+    assert all(torch.equal(t, before[key]) for key, t in method.state_dict()["params"].items())
+    assert not method.probs.any()
+
+
+def test_a_graph_finds_buffers_that_a_reset_or_a_load_has_replaced():
+    method = make("mgtta_plus", gather=0, recall=0)
+    engine = method.engine
+    method(images(8))
+    engine._hold_buffers()  # as a capture does
+    held = method.mean
+    state = method.state_dict()
+    method.reset()
+    assert method.mean is not held
+    expected = method.mean.clone()
+    engine._follow_buffers()
+    assert method.mean is held
+    assert torch.equal(held, expected)
+    method.load_state_dict(state)
+    engine._follow_buffers()
+    assert method.mean is held
+    assert torch.equal(held, state["buffers"]["mean"])
+
+
+def test_what_was_compiled_before_is_remembered(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    assert not is_remembered("a step")
+    remember("a step")
+    assert is_remembered("a step")
+    assert not is_remembered("another")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/dev/null/nowhere")
+    remember("a step")  # where nothing can be written, nothing is noted
+    assert not is_remembered("a step")
 
 
 @pytest.mark.parametrize("low_memory", [False, True])
@@ -128,7 +200,7 @@ def test_who_may_take_it(model, source, monkeypatch):
 # --- the contract
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *FOLLOWING])
 def test_reset_and_resume_are_bit_exact(name, tmp_path):
     method, xs = make(name), batches(6)
     start = copy.deepcopy(method.model.state_dict())
@@ -163,7 +235,7 @@ def test_states_go_from_one_precision_to_the_other(name):
     assert states[0].keys() == states[1].keys()
 
 
-@pytest.mark.parametrize("name", ["tent", "mgtta"])
+@pytest.mark.parametrize("name", ["tent", "mgtta", *FOLLOWING])
 def test_nothing_waits_for_the_device_but_what_must(name, monkeypatch):
     waits = []
     settle = FlatStep.settle
@@ -174,7 +246,7 @@ def test_nothing_waits_for_the_device_but_what_must(name, monkeypatch):
     for x in more:
         method(x)
     assert not waits
-    assert method.updates == 4
+    assert method.updates == {"tent": 4, "mgtta": 4, "mgtta_plus": 2}.get(name, method.updates)
     assert len(waits) == 1
 
 
@@ -355,21 +427,24 @@ def test_which_networks_go_block_by_block():
 
 @pytest.mark.filterwarnings("ignore")  # torch's, about itself
 @pytest.mark.parametrize("low_memory", [False, True])
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_it_compiles_in_one_piece_each(low_memory, precision):
+@pytest.mark.parametrize(
+    ("name", "precision"), [("mgtta", "bf16"), ("mgtta", "fp8"), *((name, "bf16") for name in FOLLOWING)]
+)
+def test_it_compiles_in_one_piece_each(name, low_memory, precision):
     """By torch's tracer, without a compiler, which would take long: no graph breaks."""
     compiled = {}
 
     def how(function):
         return compiled.setdefault(function, torch.compile(function, dynamic=False, backend="eager", fullgraph=True))
 
-    method, x = make("mgtta", precision=precision, low_memory=low_memory), images(8)
+    method, x = innermost(make(name, precision=precision, low_memory=low_memory)), images(8)
     twin = copy.deepcopy(method)
     expected = [method(x) for _ in range(2)]
     twin.engine._lay_out(x)
     twin.engine.flat.take_in()
     for logits in expected:
-        torch.testing.assert_close(twin.engine._adapt(x, how).logits, logits, atol=1e-2, rtol=1e-2)
+        found = twin.engine._step(fast.Part(True, True, False), x, how)
+        torch.testing.assert_close(found.logits, logits, atol=1e-2, rtol=1e-2)
 
 
 def test_warm_up_leaves_no_trace():
@@ -395,7 +470,7 @@ def on_gpu(name, net=None, **more):
 @pytest.fixture
 def patient(monkeypatch):
     """Compile a shape at its third batch."""
-    monkeypatch.setattr(fast, "PATIENCE_BATCHES", 2)
+    monkeypatch.setattr(fast, "COMPILE_BATCHES", 2)
 
 
 class TestOnTheGPU:
@@ -406,9 +481,9 @@ class TestOnTheGPU:
     def test_captured_steps_are_the_uncaptured_ones(self, name, precision, low_memory, monkeypatch):
         method, twin = (on_gpu(name, precision=precision, low_memory=low_memory) for _ in range(2))
         xs = batches(6)
-        monkeypatch.setattr(fast, "PATIENCE_BATCHES", 10**6)
+        monkeypatch.setattr(fast, "COMPILE_BATCHES", 10**6)
         expected = [twin(x) for x in xs]
-        monkeypatch.setattr(fast, "PATIENCE_BATCHES", 2)
+        monkeypatch.setattr(fast, "COMPILE_BATCHES", 2)
         for x, logits in zip(xs, expected, strict=True):
             assert close(method(x), logits)
         assert len(method.engine.graphs) == 1
@@ -471,7 +546,7 @@ class TestOnTheGPU:
             method(other)
         found = method.predict(x)
         method.engine.graphs.clear()
-        monkeypatch.setattr(fast, "PATIENCE_BATCHES", 10**6)
+        monkeypatch.setattr(fast, "COMPILE_BATCHES", 10**6)
         assert close(found, method.predict(x))
         assert not close(found, before)
 

@@ -7,7 +7,6 @@ A method writes `loss`, or its whole step as `adapt`. One that lowers a function
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -108,6 +107,9 @@ class Method(MethodState, Budgeted):
 
     # --- what a method may write
 
+    def begin_step(self, x: Tensor) -> None:
+        """Prepare for learning from x."""
+
     def look(self, x: Tensor) -> Pass:
         """Run the model on x, as the method stands."""
         return Pass(self.model(x))
@@ -140,7 +142,7 @@ class Method(MethodState, Budgeted):
     def predict(self, x: Tensor) -> Tensor:
         """Return the logits of x as the method stands: no update, no counting, no graph."""
         self._check_input(x)
-        return self.answer(self.engine.predict(x)).detach()
+        return self.engine.step(x, learn=False, observe=False, collect=False).logits.detach()
 
     @property
     def predicting(self) -> Classifier:
@@ -166,14 +168,7 @@ class Method(MethodState, Budgeted):
         with self._timed(next(self.model.parameters()).device), torch.inference_mode(False):
             if isinstance(x, Tensor) and x.is_inference():
                 x = x.clone()
-            with torch.set_grad_enabled(learn), _collecting(self, learn, collect):
-                seen = self.adapt(x) if learn else self.engine.predict(x)
-            with torch.no_grad():
-                seen = Pass(seen.logits.detach(), [f.detach() for f in seen.features])
-                logits = self.answer(seen)
-                if observe:
-                    self.observe(seen)
-        return Pass(logits, seen.features)
+            return self.engine.step(x, learn, observe, collect)
 
     def _check_input(self, x: Tensor) -> None:
         if self.changes_images and isinstance(x, Tensor) and x.ndim != IMAGE_AXES:
@@ -190,22 +185,17 @@ class Method(MethodState, Budgeted):
         """Return a copy of your own module with the adapted weights, which predicts as the method does now."""
         if self.cannot_export:
             raise ValueError(f"{self.name} cannot be exported: {self.cannot_export}")
-        if self.statistics is not None and self.precision != "fp32":
-            raise ValueError("a network with BatchNorm is exported with the stream's statistics: take precision='fp32'")
+        _ = self.updates  # a GPU may still be learning
         return export_net(self.model, self.adapted, statistics=self.statistics)
 
     @torch.inference_mode(False)
-    def warm_up(self, x: Tensor) -> None:
-        """Compile for batches of x's shape now; leaves no trace. On a CPU and in fp32 there is nothing to do."""
+    def warm_up(self, x: Tensor, observe: bool = True) -> None:
+        """Compile for batches of x's shape now; leaves no trace. On a CPU and in fp32 there is nothing to do.
+
+        Args:
+            observe: False: for images that are learned from after they were predicted and observed.
+        """
         self.remember_start()
         before = self.snapshot()
-        self.engine.warm_up(x)
+        self.engine.warm_up(x, observe)
         load(self, before)
-
-
-def _collecting(method: Method, learn: bool, collect: bool) -> AbstractContextManager[None]:
-    """Return a block whose first forward pass goes into the stream's statistics, if there are any."""
-    if method.statistics is None or not collect:
-        return nullcontext()
-    running = method.model if learn else method.predicting
-    return method.statistics.collect(running.net)

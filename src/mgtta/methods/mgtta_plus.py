@@ -83,7 +83,8 @@ class MGTTAPlus(MGTTA):
         if not self.mirror:
             return x
         check_mirrored(x)
-        x = self.model.pixels(x)
+        self.model.check(x)
+        x = x.to(self.mean.device, non_blocking=True)  # bytes stay bytes, a quarter of the floats that come of them
         return torch.cat([x, x.flip(-1)])
 
     def merge(self, logits: Tensor) -> Tensor:
@@ -117,6 +118,7 @@ class MGTTAPlus(MGTTA):
             return super().export()
         if self._layer == LOGITS:
             raise ValueError(f"{self.model.name} has no layer whose bias takes the shift: give recentre=0 to export it")
+        _ = self.updates  # a GPU may still be learning
         shift = self._shift(self.mean, every_class=True)
         own = self.adapted
         return export_net(self.model, own, statistics=self.statistics, head_shift=shift, head_layer=self._layer)
@@ -124,8 +126,8 @@ class MGTTAPlus(MGTTA):
     def observe(self, seen: Pass) -> None:
         mean, images = self._running(seen.features[-1])
         finite = mean.isfinite().all()
-        self.mean = torch.where(finite, mean, self.mean)
-        self.images = torch.where(finite, images, self.images)
+        self.mean.copy_(torch.where(finite, mean, self.mean))
+        self.images.copy_(torch.where(finite, images, self.images))
 
     def _running(self, f: Tensor) -> tuple[Tensor, Tensor]:
         """Return the running mean (d,) with these features in it, and the number of images that it is of."""
