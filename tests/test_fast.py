@@ -18,6 +18,7 @@ from mgtta.fast import engine as fast
 from mgtta.fast import vit as plain
 from mgtta.fast.flat import FlatStep
 from mgtta.fast.remembered import is_remembered, remember
+from mgtta.fast.rounded import RoundedEngine
 from mgtta.losses import entropy
 from mgtta.methods._descent import Descent
 from mgtta.methods.registry import FISHER, GENERATOR, SOURCE, recipe
@@ -25,6 +26,7 @@ from mgtta.methods.tent import Tent
 
 NAMES = ("noadapt", "tent", "eq7_sgd", "eq7_adam", "mgtta", "mgtta_lstm")
 CHOOSING = ("eta", "eata", "eata_come", "rdumb")  # methods that choose images, by masks
+ROUNDED = ("sar", "sar_come", "deyo", "roid", "cmf")  # methods whose own steps run over rounded weights
 FOLLOWING = ("mgtta_plus", *CHOOSING)  # methods with running means of their own
 CPU = torch.device("cpu")
 gpu = [
@@ -101,6 +103,27 @@ def test_a_batch_that_teaches_nothing_is_neither_an_update_nor_skipped(name):
     assert not method.probs.any()
 
 
+@pytest.mark.parametrize("name", ROUNDED)
+def test_steps_of_their_own_run_over_rounded_weights(name):
+    settings = {"sar": {"margin": 1.1}, "sar_come": {"margin": 1.1}}.get(name, {})
+    settings = {"deyo": {"entropy_threshold": 1.1, "plpd_threshold": -1.0}}.get(name, settings)
+    exact, quick = (make(name, precision=p, lr=1e-4, **settings) for p in ("fp32", "bf16"))
+    assert type(quick.engine) is RoundedEngine
+    for x in batches(3):
+        expected, found = exact(x), quick(x)
+        assert found.dtype == torch.float32
+        assert close(found, expected)
+    assert (quick.updates, quick.skipped) == (exact.updates, exact.skipped)
+    assert quick.updates == 3
+    assert all(p.dtype == torch.float32 for p in quick.adapted.values())
+    with pytest.raises(ValueError, match=f"low_memory .* {name}"):
+        make(name, low_memory=True)
+    with pytest.raises(ValueError, match=f"'fp8' is not for {name}.*take precision='bf16'"):
+        make(name, precision="fp8")
+    with pytest.raises(TypeError, match="precision='fp32'"):
+        quick.double()
+
+
 def test_a_graph_finds_buffers_that_a_reset_or_a_load_has_replaced():
     method = make("mgtta_plus", gather=0, recall=0)
     engine = method.engine
@@ -170,7 +193,7 @@ def test_who_may_take_it(model, source, monkeypatch):
 
     with pytest.raises(ValueError, match="values in a batch"):
         fast.fits(Other(model, Descent(0.1).factory()), "bf16")
-    for name, message in (("sar", "values in a batch"), ("cotta", "values"), ("lame", "values")):
+    for name, message in (("spa", "values in a batch"), ("cotta", "values"), ("lame", "values")):
         with pytest.raises(ValueError, match=message):
             mgtta.create(name, model, precision="bf16")
     narrow = timm.models.VisionTransformer(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2)
@@ -590,4 +613,8 @@ class TestOnTheGPU:
             assert on_gpu(name, precision="fp32").precision == "fp32"
         assert on_gpu("tent", NETS["batchnorm"](), precision="auto").precision == "fp32"
         assert on_gpu("tent", precision="auto", max_seconds=1.0).precision == "fp32"
-        assert mgtta.create("sar", mgtta.load_model(vit()).to("cuda"), precision="auto").precision == "fp32"
+        for name in (*FOLLOWING, *ROUNDED):
+            assert on_gpu(name, precision="auto").precision == "bf16"
+        assert on_gpu("cotta", precision="auto").precision == "fp32"
+        for net in ("resnet10t", "convnext_atto"):
+            assert on_gpu("tent", timm.create_model(net), precision="auto").precision == "bf16"
