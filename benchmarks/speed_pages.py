@@ -276,7 +276,8 @@ def data_page(part: dict[str, Any]) -> str:
         return f"{text}\n\nOn the GPU, torchvision decodes nothing: {there['error']}"
     return (
         f"{text}\n\nOn the GPU, torchvision's decoder gives {there['rate']:,.0f} images/s, without resizing. "
-        f"{100 * there['differing']:.0f} % of its values differ from those of the CPU, by up to {there['largest']:.0f} of 255."
+        f"{100 * there['differing']:.0f} % of its values differ from those of the CPU, by up to {there['largest']:.0f} of "
+        "255."
     )
 
 

@@ -1,4 +1,4 @@
-"""Parts of benchmarks/speed.py: other methods, other networks, the first batches, batches of one, decoding, `evaluate`."""
+"""Parts of benchmarks/speed.py: other methods and networks, the first batches, batches of one, decoding, accuracy."""
 
 import argparse
 import json
@@ -10,7 +10,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import evaluate
@@ -65,10 +64,11 @@ def methods(args: argparse.Namespace) -> dict[str, Any]:
     model = classifier(args.model, args.device)
     x = images(model, args.batch, args.device)
     chosen = list(METHODS)[:2] if args.quick else list(METHODS)
-    who = []
-    for name in chosen:
-        for precision in ("fp32", "bf16"):
-            who.append(method_of(name, name, model, x, precision, seconds=10.0, **METHODS[name]))
+    who = [
+        method_of(name, name, model, x, precision, seconds=10.0, **METHODS[name])
+        for name in chosen
+        for precision in ("fp32", "bf16")
+    ]
     return {"model": args.model, "batch": args.batch, "rows": measure(who, args.rounds, args.device, args.deadline)}
 
 
