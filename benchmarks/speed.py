@@ -156,6 +156,8 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
         who.append(Contender("TENT as usually written, autocast and torch.compile", lambda: usual(True), "bf16"))
     who += [optimizer_step(model, way) for way in WAYS]
     n = sum(p.numel() for p in mgtta.norm_parameters(model))
+    if args.only:
+        who = [contender for contender in who if contender.name in args.only]
     rows = measure(who, args.rounds, device, args.deadline)
     return {"model": args.model, "batch": args.batch, "n": n, "rows": rows}
 
@@ -329,6 +331,9 @@ def main() -> None:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=VISIT)
     parser.add_argument("--model", default="vit_base_patch16_224", help="of `step`: a timm name, or a shipped one")
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument(
+        "--only", nargs="+", help="of `step`: names of contenders, such as MGTTA; the others are left out"
+    )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--data", type=Path, help="of `accuracy`: the folder of the shards")
