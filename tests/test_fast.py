@@ -18,6 +18,7 @@ from mgtta.fast import engine as fast
 from mgtta.fast import vit as plain
 from mgtta.fast.flat import FlatStep
 from mgtta.fast.remembered import is_remembered, remember
+from mgtta.fast.rounded import RoundedEngine
 from mgtta.losses import entropy
 from mgtta.methods._descent import Descent
 from mgtta.methods.registry import FISHER, GENERATOR, SOURCE, recipe
@@ -25,6 +26,7 @@ from mgtta.methods.tent import Tent
 
 NAMES = ("noadapt", "tent", "eq7_sgd", "eq7_adam", "mgtta", "mgtta_lstm")
 CHOOSING = ("eta", "eata", "eata_come", "rdumb")  # methods that choose images, by masks
+ROUNDED = ("sar", "sar_come", "deyo", "roid", "cmf")  # methods whose own steps run over rounded weights
 FOLLOWING = ("mgtta_plus", *CHOOSING)  # methods with running means of their own
 CPU = torch.device("cpu")
 gpu = [
@@ -101,6 +103,27 @@ def test_a_batch_that_teaches_nothing_is_neither_an_update_nor_skipped(name):
     assert not method.probs.any()
 
 
+@pytest.mark.parametrize("name", ROUNDED)
+def test_steps_of_their_own_run_over_rounded_weights(name):
+    settings = {"sar": {"margin": 1.1}, "sar_come": {"margin": 1.1}}.get(name, {})
+    settings = {"deyo": {"entropy_threshold": 1.1, "plpd_threshold": -1.0}}.get(name, settings)
+    exact, quick = (make(name, precision=p, lr=1e-4, **settings) for p in ("fp32", "bf16"))
+    assert type(quick.engine) is RoundedEngine
+    for x in batches(3):
+        expected, found = exact(x), quick(x)
+        assert found.dtype == torch.float32
+        assert close(found, expected)
+    assert (quick.updates, quick.skipped) == (exact.updates, exact.skipped)
+    assert quick.updates == 3
+    assert all(p.dtype == torch.float32 for p in quick.adapted.values())
+    with pytest.raises(ValueError, match=f"low_memory .* {name}"):
+        make(name, low_memory=True)
+    with pytest.raises(ValueError, match=f"'fp8' is not for {name}.*take precision='bf16'"):
+        make(name, precision="fp8")
+    with pytest.raises(TypeError, match="precision='fp32'"):
+        quick.double()
+
+
 def test_a_graph_finds_buffers_that_a_reset_or_a_load_has_replaced():
     method = make("mgtta_plus", gather=0, recall=0)
     engine = method.engine
@@ -170,7 +193,7 @@ def test_who_may_take_it(model, source, monkeypatch):
 
     with pytest.raises(ValueError, match="values in a batch"):
         fast.fits(Other(model, Descent(0.1).factory()), "bf16")
-    for name, message in (("sar", "values in a batch"), ("cotta", "values"), ("lame", "values")):
+    for name, message in (("spa", "values in a batch"), ("cotta", "values"), ("lame", "values")):
         with pytest.raises(ValueError, match=message):
             mgtta.create(name, model, precision="bf16")
     narrow = timm.models.VisionTransformer(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2)
@@ -477,19 +500,78 @@ class TestOnTheGPU:
     pytestmark = gpu
 
     @pytest.mark.parametrize("low_memory", [False, True])
-    @pytest.mark.parametrize(("name", "precision"), [*((name, "bf16") for name in NAMES), ("mgtta", "fp8")])
+    @pytest.mark.parametrize(
+        ("name", "precision"), [*((name, "bf16") for name in (*NAMES, *FOLLOWING)), ("mgtta", "fp8")]
+    )
     def test_captured_steps_are_the_uncaptured_ones(self, name, precision, low_memory, monkeypatch):
-        method, twin = (on_gpu(name, precision=precision, low_memory=low_memory) for _ in range(2))
+        settings = {"margin": 0.9, "redundancy": 0.999} if name in CHOOSING else {"gather": 0, "recall": 0}
+        if name == "noadapt":
+            settings = {}
+        method, twin = (on_gpu(name, precision=precision, low_memory=low_memory, **settings) for _ in range(2))
         xs = batches(6)
         monkeypatch.setattr(fast, "COMPILE_BATCHES", 10**6)
         expected = [twin(x) for x in xs]
         monkeypatch.setattr(fast, "COMPILE_BATCHES", 2)
         for x, logits in zip(xs, expected, strict=True):
             assert close(method(x), logits)
-        assert len(method.engine.graphs) == 1
-        assert method.engine.compiles  # and did not give up
+        assert [captured.compiled for captured in method.engine.graphs.values()] == [True]  # it did not give up
         assert not twin.engine.graphs
         assert (method.updates, method.skipped) == (twin.updates, twin.skipped)
+        for key, value in followed(method).items():
+            assert close(value, followed(twin)[key])
+
+    @pytest.mark.parametrize("name", ["mgtta_plus", "eata", "tent"])
+    def test_a_step_is_captured_before_it_is_compiled(self, name, monkeypatch):
+        monkeypatch.setattr(fast, "CAPTURE_BATCHES", 2)
+        monkeypatch.setattr(fast, "is_remembered", lambda step: False)
+        settings = {"margin": 0.9, "redundancy": 0.999} if name == "eata" else {"gather": 0, "recall": 0}
+        method, exact = (on_gpu(name, precision=p, lr=1e-4, **settings) for p in ("bf16", "fp32"))
+        for x in batches(6):
+            assert close(method(x), exact(x))
+        assert [captured.compiled for captured in method.engine.graphs.values()] == [False]
+        assert (method.updates, method.skipped) == (exact.updates, exact.skipped)
+        state = method.state_dict()
+        expected = method(images(8, seed=50))
+        first = [m.reset() or m(batches(1)[0]) for m in (method, exact)]
+        assert close(*first)
+        method.load_state_dict(state)
+        assert close(method(images(8, seed=50)), expected)
+
+    @pytest.mark.parametrize("net", ["resnet10t", "convnext_atto", "vit_tiny_patch16_224"])
+    def test_other_networks_are_captured(self, net, monkeypatch):
+        monkeypatch.setattr(fast, "CAPTURE_BATCHES", 1)
+        monkeypatch.setattr(fast, "is_remembered", lambda step: False)
+        torch.manual_seed(0)
+        more = {"global_pool": "avg", "depth": 2} if "vit" in net else {}
+        built = timm.create_model(net, num_classes=CLASSES, **more)
+        side = 224 if "vit" in net else 64
+        method, exact = (on_gpu("tent", copy.deepcopy(built), precision=p, lr=1e-4) for p in ("bf16", "fp32"))
+        for seed in range(4):
+            x = torch.rand(8, 3, side, side, generator=torch.Generator().manual_seed(seed))
+            expected = exact(x)
+            assert (method(x) - expected).norm() < 0.1 * expected.norm()
+        assert len(method.engine.graphs) == 1
+        assert method.updates == 4
+        if method.statistics is not None:
+            theirs = dict(exact.statistics.named_buffers())
+            for name, value in method.statistics.named_buffers():
+                torch.testing.assert_close(value, theirs[name], atol=0.05, rtol=0.05)
+        assert method.export()(x.cuda()).isfinite().all()
+
+    def test_gathered_images_are_learned_from_apart(self, monkeypatch):
+        monkeypatch.setattr(fast, "CAPTURE_BATCHES", 2)
+        monkeypatch.setattr(fast, "is_remembered", lambda step: False)
+        settings = {"gather": 4, "recall": 2, "lr": 1e-4, "mirror": True}
+        method, exact = (on_gpu("mgtta_plus", precision=p, **settings) for p in ("bf16", "fp32"))
+        for i, x in enumerate(images(40).cuda().split(1)):
+            assert close(method(x), exact(x))
+            if i == 20:
+                method.load_state_dict(method.state_dict())
+                assert method.waiting == 1
+        assert len(method.engine.graphs) == 2
+        assert (method.updates, method.skipped) == (exact.updates, exact.skipped) == (10, 0)
+        method(torch.full((1, 3, 32, 32), float("nan"), device="cuda"))
+        assert (method.waiting, method.skipped) == (0, 1)
 
     def test_reset_and_load_keep_the_graph(self, patient):
         method, xs = on_gpu("mgtta"), batches(6)
@@ -590,4 +672,8 @@ class TestOnTheGPU:
             assert on_gpu(name, precision="fp32").precision == "fp32"
         assert on_gpu("tent", NETS["batchnorm"](), precision="auto").precision == "fp32"
         assert on_gpu("tent", precision="auto", max_seconds=1.0).precision == "fp32"
-        assert mgtta.create("sar", mgtta.load_model(vit()).to("cuda"), precision="auto").precision == "fp32"
+        for name in (*FOLLOWING, *ROUNDED):
+            assert on_gpu(name, precision="auto").precision == "bf16"
+        assert on_gpu("cotta", precision="auto").precision == "fp32"
+        for net in ("resnet10t", "convnext_atto"):
+            assert on_gpu("tent", timm.create_model(net), precision="auto").precision == "bf16"

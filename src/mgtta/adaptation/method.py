@@ -51,6 +51,7 @@ class Method(MethodState, Budgeted):
     events: Events = ()
     cannot_export = ""  # why no network predicts as the method does; empty if one does
     changes_images = False  # True if it makes views of images, so that it refuses other inputs
+    may_be_rounded = False  # True if a step of its own works with frozen weights in bfloat16; see mgtta.fast.rounded
     shares_batches = False  # True if every whole-batch statistic goes through `self.ranks`
     pull = 0.0
     decay = math.inf

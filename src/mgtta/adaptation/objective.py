@@ -1,7 +1,7 @@
 """Methods with a pure objective: they write one function, and schedule, ranks and fast path follow from their type.
 
-On a GPU the fast path captures all that is written here once and replays it. So it reads no values: what depends on them
-is chosen by masks and `torch.where`, and what a method keeps is changed in place.
+On a GPU the fast path captures all that is written here once and replays it. So it reads no values: what depends on
+them is chosen by masks and `torch.where`, and what a method keeps is changed in place.
 """
 
 from collections.abc import Sequence

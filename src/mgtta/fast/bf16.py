@@ -83,6 +83,9 @@ class Hooked:
         for i, name in enumerate([] if statistics is None else statistics.layers):
             self.model.net.get_submodule(name).register_forward_pre_hook(partial(self._collect, i))
         self.reader = self.model.reader()
+        if _is_convolutional(self.model):
+            self.model.net.to(memory_format=torch.channels_last)  # which convolutions in bfloat16 are made for
+            self.model.net.register_forward_pre_hook(_last_channels)
         for name in blocks_of(self.model.net) if recompute else ():
             block = self.model.net.get_submodule(name)
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
@@ -99,6 +102,16 @@ class Hooked:
         if self.collecting:
             assert self.statistics is not None
             self.statistics.update(i, inputs[0])
+
+
+def _is_convolutional(model: Classifier) -> bool:
+    """Return True for a network on a GPU with more convolutions than that of its patches."""
+    convolutions = [module for module in model.net.modules() if isinstance(module, nn.Conv2d)]
+    return len(convolutions) > 1 and convolutions[0].weight.is_cuda
+
+
+def _last_channels(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return inputs[0].contiguous(memory_format=torch.channels_last), *inputs[1:]
 
 
 def _hooked(network: Hooked, x: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -31,13 +31,20 @@ from mgtta.adaptation.step import Pass
 from mgtta.fast.bf16 import Hooked, lower
 from mgtta.fast.flat import RULES, FlatStep
 from mgtta.fast.remembered import is_remembered, remember
+from mgtta.fast.rounded import RoundedEngine, check_dtypes
 from mgtta.fast.vit import ViT
+from mgtta.models.classifier import Classifier
 from mgtta.models.norms import norm_parameters
 
 CAPTURE_BATCHES = 8  # of a shape, before it is captured, which takes less than a second
 COMPILE_BATCHES = 2000  # of a shape, before it is compiled: by then they have cost as much as compiling saves
 KEPT_GRAPHS = 8  # the latest ones; they share one pool of memory
 RECOMPILES = 512  # that dynamo allows: all methods of a process share what is compiled
+KNOWN = tuple(
+    f"{package}.{kind}"
+    for package in ("timm.models", "torchvision.models")
+    for kind in ("convnext", "resnet", "swin_transformer", "vision_transformer")
+)  # modules of networks that "auto" takes
 FLOAT8_IS_FOR = "that is for a plain ViT of timm's whose widths 16 divides, where 8-bit floats can be multiplied"
 ATTENTION = [  # the first that works
     SDPBackend.CUDNN_ATTENTION,
@@ -49,11 +56,22 @@ ATTENTION = [  # the first that works
 How = Callable[[Callable[..., Any]], Callable[..., Any]]  # a function -> itself, or compiled
 
 
-def fits(method: Method, precision: str) -> TypeGuard[ObjectiveMethod]:
+def engine_for(method: Method, precision: str, low_memory: bool) -> "FastEngine | RoundedEngine | None":
+    """Return the engine of the fast path; None if "auto" does not take it. "bf16" and "fp8" take it or are refused."""
+    if not fits(method, precision):
+        return None
+    if not is_captured(method):
+        if low_memory:
+            raise ValueError(f"low_memory is for steps that can be captured, and {method.name}'s cannot: leave it out")
+        return RoundedEngine(method)
+    return FastEngine(method, low_memory, "bf16" if precision == "auto" else precision)
+
+
+def fits(method: Method, precision: str) -> bool:
     """Return True if the method takes the fast path: with "auto" it may, with "bf16" or "fp8" it must or is refused."""
     reason = refusal(method, precision)
     if precision == "auto":
-        known = reason is None and method.max_seconds is None and ViT.fits(method.model)
+        known = reason is None and method.max_seconds is None and is_known(method.model)
         return known and _has_bfloat16(next(method.model.parameters()).device)
     if reason is not None:
         other = "fp32" if precision == "bf16" or refusal(method, "bf16") else "bf16"
@@ -63,11 +81,10 @@ def fits(method: Method, precision: str) -> TypeGuard[ObjectiveMethod]:
 
 def refusal(method: Method, precision: str) -> str | None:
     """Return what keeps a method from the fast path; None if nothing does."""
-    if not isinstance(method, ObjectiveMethod) or any(
-        getattr(type(method), name) is not getattr(ObjectiveMethod, name) for name in ("adapt", "loss", "look")
-    ):
+    captured = is_captured(method)
+    if not captured and not method.may_be_rounded:
         return "what it does depends on the values in a batch, not only on its shape"
-    if method.optimizer is not None and type(method.optimizer) not in RULES:
+    if captured and method.optimizer is not None and type(method.optimizer) not in RULES:
         return f"its optimizer is {type(method.optimizer).__name__}"
     if not {id(p) for p in method.adapted.values()} <= {id(p) for p in norm_parameters(method.model)}:
         return "it adapts parameters outside normalisation layers, which would be rounded"
@@ -75,9 +92,21 @@ def refusal(method: Method, precision: str) -> str | None:
         return "its model is not float32"
     if method.ranks.size > 1:
         return "ranks share its batches"
-    if precision == "fp8" and not ViT.fits_float8(method.model):
+    if precision == "fp8" and not (captured and ViT.fits_float8(method.model)):
         return FLOAT8_IS_FOR
     return None
+
+
+def is_captured(method: Method) -> TypeGuard[ObjectiveMethod]:
+    """Return True if a method's step does not depend on the values in a batch, so that a graph can hold it."""
+    return isinstance(method, ObjectiveMethod) and all(
+        getattr(type(method), name) is getattr(ObjectiveMethod, name) for name in ("adapt", "loss", "look")
+    )
+
+
+def is_known(model: Classifier) -> bool:
+    """Return True for networks that are known to run in bfloat16; others may hold float32 tensors of their own."""
+    return type(model.net).__module__ in KNOWN
 
 
 def _has_bfloat16(device: torch.device) -> bool:
@@ -122,8 +151,7 @@ class FastEngine:
         self.known_updates = -1  # as `flat` knows them
 
     def moving(self, fn: Callable[[Tensor], Tensor]) -> None:
-        if any(fn(torch.empty(0, dtype=dtype)).dtype != dtype for dtype in (torch.float32, torch.bfloat16)):
-            raise TypeError(f"precision={self.precision!r} has its own dtypes: take precision='fp32' for others")
+        check_dtypes(fn, self.precision)
         self._settle()
         self.forget()
 
@@ -332,10 +360,9 @@ class FastEngine:
         captured = self.graphs.get(key)
         if not self.captures or (captured is not None and (captured.compiled or not compiled)):
             return
-        if captured is None and not now and count <= CAPTURE_BATCHES:
+        if not (now or compiled or count > CAPTURE_BATCHES):
             return
-        if captured is None and not compiled and self._compiled_before(key):
-            compiled = self.compiles
+        compiled = compiled or (self.compiles and self._compiled_before(key))
         self.graphs.pop(key, None)
         self._lay_out(x)
         while len(self.graphs) >= KEPT_GRAPHS:

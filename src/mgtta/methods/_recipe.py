@@ -121,7 +121,7 @@ class Recipe:
             "guard": True,
             "schedule": pure and learns,
             **dict.fromkeys(("pull", "gather", "recall", "params"), learns),
-            "bf16": pure,
+            "bf16": pure or self.method.may_be_rounded,
             "ranks": self.method.shares_batches,
             "resume": True,
             "export": not self.method.cannot_export,
