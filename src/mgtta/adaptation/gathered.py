@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mgtta._lib.names import spelled
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.step import Pass
 from mgtta.adaptation.wrapper import Wrapper
@@ -45,11 +46,12 @@ class Gathered(Wrapper):
     method: Method
 
     def __init__(self, method: Method, images: int):
+        name = spelled(method.name)
         if method.optimizer is None:
-            raise ValueError(f"{method.name} does not learn by gradients, so it has no use for gather: leave it out")
+            raise ValueError(f"{name} does not learn by gradients, so it has no use for gather: leave it out")
         if method.statistics is not None and method.precision != "fp32":
             raise ValueError(
-                f"gather predicts with the stream's statistics in BatchNorm layers, and {method.name} on the fast path "
+                f"gather predicts with the stream's statistics in BatchNorm layers, and {name} on the fast path "
                 "does not keep them: take precision='fp32'"
             )
         super().__init__(method)
