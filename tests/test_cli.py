@@ -264,8 +264,7 @@ def test_a_missing_source_is_told_before_anything_is_loaded(run, tmp_path, monke
     def fail(*_, **__):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("mgtta.models.loading.load_model", fail)
-    monkeypatch.setattr(mgtta, "load_model", fail, raising=False)
+    monkeypatch.setattr(mgtta, "load_model", fail)
     common = (tmp_path, "--model", "vit_base_patch16_224")
     for words, told in (
         (("adapt", *common), "--source FILE"),
