@@ -181,7 +181,8 @@ def choices(rows: list[dict]) -> str:
 ABOUT = """The rule was chosen on other rendered patterns and characters (other seeds), among five: the highest estimate
 on the sample, as it was before; the highest accuracy on the copies; both together; copies weighted by their likeness
 to the sample; and the one that is used, accuracy on the copies with preference for a method's own rate. No ImageNet
-image was looked at for it."""
+image was looked at for it. Candidates whose estimate on the sample was far below the source model's were rejected at
+first; on spatter this rejected the best one, since the source model is sure of its wrong predictions there."""
 
 
 def main() -> None:

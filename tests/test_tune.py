@@ -38,7 +38,7 @@ def test_tuning_says_how_sure_it_is():
     clear = Tuning([tent(), SOURCE])
     assert clear.sure
     assert "Take tent (lr=0.001): +10.0 points" in str(clear)
-    assert "the estimated gain on your images, +6.0 points" in str(Tuning([tent(noise=3.5), SOURCE]))
+    assert "the estimate on your images does not confirm it (+6.0 points)" in str(Tuning([tent(noise=3.5), SOURCE]))
     uneven = Tuning([tent(gains={"fog": -1.0, "snow": 12.0}), SOURCE])
     assert not uneven.sure
     assert "it is a guess: it does not gain under every corruption (fog -1.0 points)" in str(uneven)
@@ -57,13 +57,6 @@ def test_a_methods_own_rate_is_taken_unless_another_is_clearly_better():
     assert f"{fast} is not clearly better" in str(Tuning([dataclasses.replace(own, estimated_gain=1.0), *found[1:]]))
     clear = torch.tensor([1.0] * 75 + [0.0] * 25)
     assert ranked([(dataclasses.replace(fast, accuracy=75.0), clear), still, (own, right)])[1] is own
-
-
-def test_a_candidate_that_the_sample_speaks_against_is_rejected():
-    assert not tent(estimated_gain=-3.0).rejected
-    assert tent(estimated_gain=-5.0).rejected
-    assert "tent (lr=0.001); rejected" in str(Tuning([SOURCE, tent(estimated_gain=-5.0)]))
-    assert not dataclasses.replace(SOURCE, estimated_gain=-5.0).rejected
 
 
 def test_a_rate_that_destroys_the_model_is_not_chosen():
@@ -119,7 +112,7 @@ def test_the_tune_command_prints_the_choice(run, tmp_path):  # noqa: F811
     words = options(model="glyphs_vit", clean=root, methods="tent", paces="1", images=8, batch_size=8, device="cpu")
     code, out, err = run("tune", root, *words, "--source", "glyphs_vit")
     assert code == 0, err
-    assert "Accuracy on corrupted copies of the clean images, and estimated on your images:" in out
+    assert "Accuracy on corrupted copies of the clean images, and estimated on your images (off by" in out
     assert "tent (lr=0.001)" in out
     assert "noadapt" in out
     code, _, err = run("tune", root, *words, "--source", "glyphs_vit", "--paces", "much")

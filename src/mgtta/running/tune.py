@@ -3,8 +3,8 @@
 Each candidate adapts to corrupted copies of clean images. It is right where it predicts what the source model predicts
 on the clean original, or the label if there is one. The candidate with the highest accuracy over the corruptions is
 chosen. If a method at its own learning rate is less than a standard error behind, it is taken instead: copies are few,
-and on short streams high rates look better than they are. On the sample of your own stream the accuracy is only
-estimated (mgtta.calibrate): a candidate whose estimate lies clearly below the source model's is rejected.
+and on short streams high rates look better than they are. On the sample of your own stream the accuracy can only be
+estimated (mgtta.calibrate). The estimate does not choose, since it is off by several points; it says how sure to be.
 """
 
 import dataclasses
@@ -58,11 +58,6 @@ class Candidate:
     error: float = 0.0
 
     @property
-    def rejected(self) -> bool:
-        """True if the estimate lies below the source model's by more than such estimates are off."""
-        return self.method != NOADAPT and self.estimated_gain < -self.error
-
-    @property
     def usual(self) -> bool:
         """True if the learning rate is the recipe's own."""
         own = recipe(self.method).settings.get("lr")
@@ -101,7 +96,7 @@ class Tuning:
         if worst is not None and self.best.gains[worst] <= 0:
             return f"it does not gain under every corruption ({worst} {self.best.gains[worst]:+.1f} points)"
         if self.best.estimated_gain <= 2 * self.best.noise:
-            return f"the estimated gain on your images, {self.best.estimated_gain:+.1f} points, is within its noise"
+            return f"the estimate on your images does not confirm it ({self.best.estimated_gain:+.1f} points)"
         return ""
 
     @property
@@ -110,13 +105,13 @@ class Tuning:
         return not self.doubt
 
     def __str__(self) -> str:
-        head = "Accuracy on corrupted copies of the clean images, and estimated on your images:"
-        lines = []
-        for c in self.candidates:
-            mark = "; rejected" if c.rejected else ""
-            lines.append(f"{c.accuracy:5.1f} %  {c.estimate:5.1f} %  {c}{mark}")
+        head = (
+            "Accuracy on corrupted copies of the clean images, and estimated on your images "
+            f"(off by {self.best.error:.0f} points or so):"
+        )
+        lines = [f"{c.accuracy:5.1f} %  {c.estimate:5.1f} %  {c}" for c in self.candidates]
         gain = self.best.accuracy - self.source.accuracy
-        highest = max((c for c in self.candidates if not c.rejected), key=lambda c: c.accuracy)
+        highest = max(self.candidates, key=lambda c: c.accuracy)
         if self.best.method == NOADAPT:
             last = "Do not adapt: no candidate is better than the source model."
         elif self.sure:
@@ -198,14 +193,14 @@ def right_of(domains: dict[str, Rows]) -> Tensor:
 
 
 def ranked(found: Sequence[tuple[Candidate, Tensor]]) -> list[Candidate]:
-    """Return the candidates, the one to take first, the others by accuracy, those that are rejected last.
+    """Return the candidates, the one to take first, the others by accuracy.
 
     Args:
         found: candidates, each with what `right_of` returns.
     """
-    order = sorted(found, key=lambda pair: (pair[0].rejected, -pair[0].accuracy))
+    order = sorted(found, key=lambda pair: -pair[0].accuracy)
     top, right = order[0]
-    near = [c for c, other in order if not c.rejected and _within_noise(right - other)]
+    near = [c for c, other in order if _within_noise(right - other)]
     first = next((c for c in near if c.usual), top)
     return [first, *(c for c, _ in order if c is not first)]
 
