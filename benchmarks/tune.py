@@ -11,7 +11,7 @@ python benchmarks/tune.py --settings imagenet --data FOLDER --checkpoint FILE --
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from mgtta.data.corruptions import VALIDATION_CORRUPTIONS, corrupt
 from mgtta.data.glyphs import TRAIN_SEED, Glyphs
 from mgtta.data.patterns import Patterns
 from mgtta.running import tune
-from mgtta.running.calibrate import calibration_of, clean_truth, copied_rows
+from mgtta.running.calibrate import clean_truth
 from mgtta.running.tune import Candidate, Tuning
 
 SEVERITY = 5
@@ -95,44 +95,53 @@ def candidates(found: Setting) -> list[Candidate]:
 
 def measured(name: str, found: Setting, device: str) -> list[dict]:
     """Return a row for each validation corruption."""
-    copies = {key: [x] for key, x in corrupted(found.clean, device).items()}
+    copies = corrupted(found.clean, device)
     streams = corrupted(found.images, device)
     truth = clean_truth(found.model, found.clean, None, found.batch_size)
-    tuned: dict[str, list[tuple[Candidate, Tensor]]] = {target: [] for target in streams}
+    few = tune.batch_of_copies(len(found.clean), found.batch_size)
+    right: list[tuple[Candidate, dict[str, Tensor]]] = []
     accuracy: dict[str, dict[str, float]] = {target: {} for target in streams}
-    few = min(found.batch_size, len(found.clean) // tune.FEWEST_BATCHES)
     for candidate in candidates(found):
         began = time.perf_counter()
         method = mgtta.create(candidate.method, found.model, **candidate.settings)
-        domains = copied_rows(method, copies, truth, few)
+        right.append((candidate, tune.copies_right(method, copies, truth, few)))
         for target, x in streams.items():
-            others = {key: rows for key, rows in domains.items() if key != target}
             method.reset()
-            given = torch.cat([method(part).cpu() for part in x.split(found.batch_size)])
-            with torch.no_grad():
-                asked = torch.cat([found.model(part).cpu() for part in x[:SAMPLE_IMAGES].split(found.batch_size)])
-            calibration = calibration_of(method, others, len(found.clean), labelled=False)
-            known = tune.measured(candidate, others, calibration.estimates(given[:SAMPLE_IMAGES], asked))
-            tuned[target].append((known, tune.right_of(others)))
-            accuracy[target][str(candidate)] = 100 * float((given.argmax(1) == found.labels).double().mean())
+            logits = torch.cat([method(part).cpu() for part in x.split(found.batch_size)])
+            accuracy[target][str(candidate)] = 100 * float((logits.argmax(1) == found.labels).double().mean())
         print(name, candidate, f"{time.perf_counter() - began:.0f} s", flush=True)
-    return [row(name, target, tune.ranked(tuned[target]), accuracy[target], found) for target in streams]
+    return [row(name, target, right, accuracy[target], streams[target], found) for target in streams]
 
 
-def row(name: str, target: str, order: list[Candidate], true: dict[str, float], found: Setting) -> dict:
+def row(
+    name: str,
+    target: str,
+    right: Sequence[tuple[Candidate, dict[str, Tensor]]],
+    true: dict[str, float],
+    images: Tensor,
+    found: Setting,
+) -> dict:
+    """Return what was chosen for a corruption by the copies under the others, and how sure the choice was."""
+    others = [key for key in VALIDATION_CORRUPTIONS if key != target]
+    parts = [(candidate, {key: own[key] for key in others}) for candidate, own in right]
+    [still] = [own for candidate, own in parts if candidate.method == tune.NOADAPT]
+    order = tune.ranked([(tune.measured(candidate, own, still), own) for candidate, own in parts])
+    method = mgtta.create(order[0].method, found.model, **order[0].settings)
+    few = tune.batch_of_copies(len(found.clean), found.batch_size)
+    sample = images[:SAMPLE_IMAGES]
+    how = {"corruptions": others, "batch_size": few}
+    estimate = tune.estimated(method, sample, found.clean, found.batch_size, **how)
     chosen = str(order[0])
-    tuning = Tuning(order, SAMPLE_IMAGES, len(found.clean))
     return {
         "setting": name,
         "domain": target,
         "chosen": chosen,
         "labels' choice": max(true, key=true.__getitem__),
         "lost": max(true.values()) - true[chosen],
-        "gain": true[chosen] - true["noadapt"],
-        "sure": tuning.sure,
+        "gain": true[chosen] - true[tune.NOADAPT],
+        "sure": Tuning(order, estimate, len(sample), len(found.clean)).sure,
         "true": true,
         "copies": {str(c): c.accuracy for c in order},
-        "estimates": {str(c): c.estimate for c in order},
         "images": len(found.images),
         "clean": len(found.clean),
         "batch": found.batch_size,
@@ -181,8 +190,8 @@ def choices(rows: list[dict]) -> str:
 ABOUT = """The rule was chosen on other rendered patterns and characters (other seeds), among five: the highest estimate
 on the sample, as it was before; the highest accuracy on the copies; both together; copies weighted by their likeness
 to the sample; and the one that is used, accuracy on the copies with preference for a method's own rate. No ImageNet
-image was looked at for it. Candidates whose estimate on the sample was far below the source model's were rejected at
-first; on spatter this rejected the best one, since the source model is sure of its wrong predictions there."""
+image was looked at for it. Later, candidates whose estimate on the sample is far below the source model's were no
+longer rejected: on spatter, one of the patterns' streams below, this had rejected the best one."""
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """Learn, from corrupted copies of clean images, how far predictions can be trusted: `mgtta.calibrate`."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -58,57 +59,38 @@ def calibrate(
         severities, corruptions: of the copies; at least two corruptions, so that the error can be told.
     """
     x = torch.cat(list(image_batches(clean_images, batch_size, images)))
-    check_clean(x, labels, corruptions)
-    for severity in severities:
-        if severity not in SEVERITIES:
-            raise unknown("severity", severity, map(str, SEVERITIES))
-    truth = clean_truth(source_model(method), x, labels, batch_size)
-    copies = {name: [corrupt(x.cpu(), name, severity, seed=seed) for severity in severities] for name in corruptions}
-    domains = copied_rows(method, copies, truth, batch_size)
-    return calibration_of(method, domains, len(x), labels is not None)
-
-
-def copied_rows(
-    method: Adapting, copies: Mapping[str, Sequence[Tensor]], truth: Tensor, batch_size: int
-) -> dict[str, Rows]:
-    """Return corruption -> rows of its copies, each a stream from the source model; then put the method back.
-
-    Args:
-        copies: corruption -> copies of the clean images, one for each severity.
-        truth: the probability of each class for each clean image (n, C).
-    """
+    _check(x, labels, severities, corruptions)
     source = source_model(method)
+    truth = clean_truth(source, x, labels, batch_size)
     kept = copy.deepcopy(method.state_dict())
-    found: dict[str, list[Rows]] = {name: [] for name in copies}
+    domains: dict[str, list[Rows]] = {}
     try:
-        for name, streams in copies.items():
-            for x in streams:
-                method.reset()
-                found[name].append(domain_rows(method, source, x, truth, batch_size))
+        for name, severity in product(corruptions, severities):
+            method.reset()
+            shifted = corrupt(x.cpu(), name, severity, seed=seed)
+            domains.setdefault(name, []).append(domain_rows(method, source, shifted, truth, batch_size))
     finally:
         method.load_state_dict(kept)
-    return {name: joined(rows) for name, rows in found.items()}
-
-
-def calibration_of(method: Adapting, domains: dict[str, Rows], images: int, labelled: bool) -> Calibration:
-    """Return the calibration that is fitted to the rows of each corruption."""
+    together = {name: joined(rows) for name, rows in domains.items()}
     return Calibration(
-        coefficients=coefficients(domains.values()),
-        error=left_out_error(domains),
+        coefficients=coefficients(together.values()),
+        error=left_out_error(together),
         method=method.name,
-        images=images,
-        labelled=labelled,
-        model=source_model(method).name,
+        images=len(x),
+        labelled=labels is not None,
+        model=source.name,
         fingerprint=innermost(method).fingerprint,
     )
 
 
-def check_clean(x: Tensor, labels: Tensor | None, corruptions: Sequence[str]) -> None:
-    """Raise an error if there are too few clean images, labels or corruptions."""
+def _check(x: Tensor, labels: Tensor | None, severities: Sequence[int], corruptions: Sequence[str]) -> None:
     if len(x) < FEWEST_IMAGES:
         raise ValueError(f"{len(x)} clean images: a calibration needs at least {FEWEST_IMAGES}, and 128 are enough")
     if labels is not None and len(labels) < len(x):
         raise ValueError(f"{len(labels)} labels for {len(x)} clean images: give one for each, or none")
+    for severity in severities:
+        if severity not in SEVERITIES:
+            raise unknown("severity", severity, map(str, SEVERITIES))
     if len(corruptions) < 2:
         raise ValueError("a calibration needs at least two corruptions")
 

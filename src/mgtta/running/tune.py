@@ -3,12 +3,12 @@
 Each candidate adapts to corrupted copies of clean images. It is right where it predicts what the source model predicts
 on the clean original, or the label if there is one. The candidate with the highest accuracy over the corruptions is
 chosen. If a method at its own learning rate is less than a standard error behind, it is taken instead: copies are few,
-and on short streams high rates look better than they are. On the sample of your own stream the accuracy can only be
-estimated (mgtta.calibrate). The estimate does not choose, since it is off by several points; it says how sure to be.
+and on short streams high rates look better than they are. Then the choice runs over the sample of your own stream,
+where its accuracy can only be estimated (mgtta.calibrate): this does not choose, it says how sure to be.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from mgtta.methods.registry import SOURCE, recipe
 from mgtta.models.batches import image_batches
 from mgtta.models.classifier import Classifier
 from mgtta.models.source import SourceStatistics
-from mgtta.running.calibrate import Rows, calibration_of, check_clean, clean_truth, copied_rows
+from mgtta.running.calibrate import FEWEST_IMAGES, calibrate, clean_truth
 
 NOADAPT = "noadapt"
 METHODS = ("mgtta", "mgtta+", "tent")
@@ -37,25 +37,17 @@ SEVERITY = 5
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method with its settings, and what was found of it, in percent and points.
+    """A method with its settings, and how it did on corrupted copies of the clean images.
 
     Attributes:
-        accuracy: on the corrupted copies of the clean images, the mean over corruptions.
-        gains: accuracy less the source model's, under each corruption.
-        estimate: estimated accuracy on the sample.
-        estimated_gain: estimate less the source model's.
-        noise: standard error of the estimated gain.
-        error: mean absolute error of such estimates on corruptions that were not learned from.
+        accuracy: in percent, the mean over corruptions.
+        gains: points over the source model, under each corruption.
     """
 
     method: str
     settings: dict[str, Any] = field(default_factory=dict)
     accuracy: float = 0.0
     gains: dict[str, float] = field(default_factory=dict)
-    estimate: float = 0.0
-    estimated_gain: float = 0.0
-    noise: float = 0.0
-    error: float = 0.0
 
     @property
     def usual(self) -> bool:
@@ -70,10 +62,37 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """Estimated accuracy of a method and of its source model on the sample, in percent.
+
+    Attributes:
+        noise: standard error of the difference, in points.
+        error: mean absolute error of such estimates on corruptions that were not learned from, in points.
+    """
+
+    accuracy: float
+    source: float
+    noise: float
+    error: float
+
+    @property
+    def gain(self) -> float:
+        return self.accuracy - self.source
+
+    def __str__(self) -> str:
+        return f"{self.source:.0f} % -> {self.accuracy:.0f} %, off by {self.error:.0f} points or so"
+
+
+@dataclass(frozen=True)
 class Tuning:
-    """The candidates, the best first, and the number of images of the sample and of the clean ones."""
+    """The candidates, the one to take first, and what is estimated of it on the sample.
+
+    Attributes:
+        images, clean_images: numbers of images.
+    """
 
     candidates: list[Candidate]
+    estimate: Estimate
     images: int = SAMPLE_IMAGES
     clean_images: int = CLEAN_IMAGES
 
@@ -92,11 +111,11 @@ class Tuning:
         few = min(self.images, self.clean_images)
         if few < ENOUGH_IMAGES:
             return f"{few} images are too few, {ENOUGH_IMAGES} are enough"
-        worst = min(self.best.gains, key=self.best.gains.__getitem__, default=None)
-        if worst is not None and self.best.gains[worst] <= 0:
+        worst = min(self.best.gains, key=self.best.gains.__getitem__)
+        if self.best.gains[worst] <= 0:
             return f"it does not gain under every corruption ({worst} {self.best.gains[worst]:+.1f} points)"
-        if self.best.estimated_gain <= 2 * self.best.noise:
-            return f"the estimate on your images does not confirm it ({self.best.estimated_gain:+.1f} points)"
+        if self.estimate.gain <= 2 * self.estimate.noise:
+            return "the estimate on your images does not confirm it"
         return ""
 
     @property
@@ -105,11 +124,8 @@ class Tuning:
         return not self.doubt
 
     def __str__(self) -> str:
-        head = (
-            "Accuracy on corrupted copies of the clean images, and estimated on your images "
-            f"(off by {self.best.error:.0f} points or so):"
-        )
-        lines = [f"{c.accuracy:5.1f} %  {c.estimate:5.1f} %  {c}" for c in self.candidates]
+        lines = [f"{c.accuracy:5.1f} %  {c}" for c in self.candidates]
+        lines.append(f"Estimated on your images: {self.estimate}.")
         gain = self.best.accuracy - self.source.accuracy
         highest = max(self.candidates, key=lambda c: c.accuracy)
         if self.best.method == NOADAPT:
@@ -120,7 +136,7 @@ class Tuning:
                 last += f" {highest} is not clearly better."
         else:
             last = f"Take {self.best}, but it is a guess: {self.doubt}."
-        return "\n".join([head, *lines, last])
+        return "\n".join(["Accuracy on corrupted copies of the clean images:", *lines, last])
 
 
 def default_candidates(methods: Sequence[str] = METHODS, paces: Sequence[float] = PACES) -> list[Candidate]:
@@ -150,9 +166,9 @@ def tune(
     seed: int = 0,
     on_candidate: Callable[[Candidate], None] | None = None,
 ) -> Tuning:
-    """Return the candidates, the best first.
+    """Return the candidates, the one to take first.
 
-    This takes as long as a stream of the sample and four times the clean images, for each candidate.
+    For each candidate this takes as long as a stream of four times the clean images.
 
     Args:
         images: a sample of the shifted stream, (n, 3, H, W), in its order; 256 are enough.
@@ -168,46 +184,25 @@ def tune(
     tried = list(candidates or default_candidates())
     if not any(candidate.method == NOADAPT for candidate in tried):
         raise ValueError("the candidates must include noadapt, which all others are compared with")
-    settings = [_with_source(candidate, source) for candidate in tried]
+    settings = {id(candidate): _with_source(candidate, source) for candidate in tried}
     clean = torch.cat(list(image_batches(clean_images, batch_size, CLEAN_IMAGES)))
-    check_clean(clean, labels, corruptions)
-    copies = {name: [corrupt(clean.cpu(), name, SEVERITY, seed=seed)] for name in corruptions}
+    if len(clean) < FEWEST_IMAGES:
+        raise ValueError(f"{len(clean)} clean images: tuning needs at least {FEWEST_IMAGES}, and 256 are enough")
+    copies = {name: corrupt(clean.cpu(), name, SEVERITY, seed=seed) for name in corruptions}
     truth = clean_truth(model, clean, labels, batch_size)
-    few = max(1, min(batch_size, len(clean) // FEWEST_BATCHES))
+    few = batch_of_copies(len(clean), batch_size)
+    still = copies_right(create(NOADAPT, model), copies, truth, few)
     found = []
-    for candidate, given in zip(tried, settings, strict=True):
-        method = create(candidate.method, model, **given)
-        domains = copied_rows(method, copies, truth, few)
-        calibration = calibration_of(method, domains, len(clean), labels is not None)
-        known = measured(candidate, domains, sample_estimates(method, images, calibration, batch_size))
-        known = dataclasses.replace(known, error=calibration.error)
-        found.append((known, right_of(domains)))
+    for candidate in tried:
+        right = copies_right(create(candidate.method, model, **settings[id(candidate)]), copies, truth, few)
+        known = measured(candidate, right, still)
+        found.append((known, right))
         if on_candidate is not None:
             on_candidate(known)
-    return Tuning(ranked(found), len(images), len(clean))
-
-
-def right_of(domains: dict[str, Rows]) -> Tensor:
-    """Return whether the method's predictions of all copies are right, or the probability of it: (n,)."""
-    return torch.cat([rows.right[0] for rows in domains.values()])
-
-
-def ranked(found: Sequence[tuple[Candidate, Tensor]]) -> list[Candidate]:
-    """Return the candidates, the one to take first, the others by accuracy.
-
-    Args:
-        found: candidates, each with what `right_of` returns.
-    """
-    order = sorted(found, key=lambda pair: -pair[0].accuracy)
-    top, right = order[0]
-    near = [c for c, other in order if _within_noise(right - other)]
-    first = next((c for c in near if c.usual), top)
-    return [first, *(c for c, _ in order if c is not first)]
-
-
-def _within_noise(difference: Tensor) -> bool:
-    """Return whether the mean of differences is at most its standard error."""
-    return float(difference.mean()) <= float(difference.std()) / len(difference) ** 0.5
+    order = ranked(found)
+    method = create(order[0].method, model, **_with_source(order[0], source))
+    known_by = {"labels": labels, "corruptions": corruptions, "seed": seed, "batch_size": few}
+    return Tuning(order, estimated(method, images, clean, batch_size, **known_by), len(images), len(clean))
 
 
 def _with_source(candidate: Candidate, source: SourceStatistics | None) -> dict[str, Any]:
@@ -219,25 +214,68 @@ def _with_source(candidate: Candidate, source: SourceStatistics | None) -> dict[
     return {**candidate.settings, "source": source}
 
 
+def batch_of_copies(images: int, batch_size: int) -> int:
+    """Return the images of a batch of copies: those of the stream's batches, or fewer, so that adaptation shows."""
+    return max(1, min(batch_size, images // FEWEST_BATCHES))
+
+
 @torch.no_grad()
-def sample_estimates(method: Adapting, images: Tensor, calibration: Any, batch_size: int) -> Tensor:
-    """Return the probabilities that the method and the source model are right on the sample: (n, 2)."""
+def copies_right(method: Adapting, copies: Mapping[str, Tensor], truth: Tensor, batch_size: int) -> dict[str, Tensor]:
+    """Return corruption -> whether each prediction is right (n,), or the probability of it.
+
+    Each corruption is a stream of its own, from the source model.
+
+    Args:
+        truth: the probability of each class for each clean image (n, C).
+    """
+    found = {}
+    for name, x in copies.items():
+        method.reset()
+        predictions = torch.cat([method(part).argmax(1, keepdim=True).cpu() for part in x.split(batch_size)])
+        found[name] = truth.gather(1, predictions)[:, 0]
+    return found
+
+
+def measured(candidate: Candidate, right: Mapping[str, Tensor], still: Mapping[str, Tensor]) -> Candidate:
+    """Return a candidate with its accuracy on the copies, and its gains over NoAdapt, both as in `copies_right`."""
+    gains = {name: 100 * float(right[name].mean() - still[name].mean()) for name in right}
+    accuracy = 100 * float(torch.stack([values.mean() for values in right.values()]).mean())
+    return dataclasses.replace(candidate, accuracy=accuracy, gains=gains)
+
+
+def ranked(found: Sequence[tuple[Candidate, Mapping[str, Tensor]]]) -> list[Candidate]:
+    """Return the candidates, the one to take first, the others by accuracy.
+
+    Args:
+        found: candidates, each with what `copies_right` returns.
+    """
+    order = sorted(found, key=lambda pair: -pair[0].accuracy)
+    top, right = order[0]
+    near = [c for c, other in order if _within_noise(_joined(right) - _joined(other))]
+    first = next((c for c in near if c.usual), top)
+    return [first, *(c for c, _ in order if c is not first)]
+
+
+def _joined(right: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat(list(right.values()))
+
+
+def _within_noise(difference: Tensor) -> bool:
+    """Return whether the mean of differences is at most its standard error."""
+    return float(difference.mean()) <= float(difference.std()) / len(difference) ** 0.5
+
+
+@torch.no_grad()
+def estimated(method: Adapting, images: Tensor, clean: Tensor, stream_batch: int, **how: Any) -> Estimate:
+    """Return the estimate on the sample.
+
+    Args:
+        stream_batch: images of a batch of the sample.
+        how: further arguments of mgtta.calibrate.
+    """
+    calibration = calibrate(method, clean, images=len(clean), severities=(SEVERITY,), **how)
     model = source_model(method)
-    return torch.cat([calibration.estimates(method(x), model(x)) for x in images.split(batch_size)])
-
-
-def measured(candidate: Candidate, domains: dict[str, Rows], estimates: Tensor) -> Candidate:
-    """Return a candidate with its accuracy on the copies, and its estimates (n, 2) on the sample."""
-    shares = {name: rows.right.mean(1) for name, rows in domains.items()}  # (2,): method, source model
-    gains = {name: 100 * float(share[0] - share[1]) for name, share in shares.items()}
-    accuracy = 100 * float(torch.stack(list(shares.values()))[:, 0].mean())
-    difference = estimates[:, 0] - estimates[:, 1]
-    noise = float(difference.std()) / len(difference) ** 0.5
-    return dataclasses.replace(
-        candidate,
-        accuracy=accuracy,
-        gains=gains,
-        estimate=100 * float(estimates[:, 0].mean()),
-        estimated_gain=100 * float(difference.mean()),
-        noise=100 * noise,
-    )
+    both = torch.cat([calibration.estimates(method(x), model(x)) for x in images.split(stream_batch)])
+    noise = 100 * float((both[:, 0] - both[:, 1]).std()) / len(both) ** 0.5
+    accuracy, still = (100 * both.mean(0)).tolist()
+    return Estimate(accuracy, still, noise, calibration.error)
