@@ -6,7 +6,7 @@ most.
 
 Notation    n images; k (n, K) features of the early layer, the keys; f (n, d) features whose mean is wanted, the values
             s (K,) standard deviation of the keys over all images that are known
-            w_ij = exp(-mean(((k_i - k_j) / s)^2) / NEAR); mu (d,) the source's mean of f
+            D_ij = mean(((k_i - k_j) / s)^2); w_ij = exp(-max(D_ij - ALIKE, 0) / FADING); mu (d,) the source's mean of f
             m_i = (PRIOR mu + sum_j w_ij f_j) / (PRIOR + sum_j w_ij), the mean for image i
 """
 
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from mgtta._lib.ranks import Alone
 
 MEMORY_IMAGES = 160  # that are remembered: two batches and a half of 64
-NEAR = 0.7  # mean squared distance, in standard deviations, at which a neighbour counts 1 / e
-PRIOR_IMAGES = 1  # for which the source's mean counts
+ALIKE = 1.0  # D up to which images are alike and count fully: one that is nearly the same counts no more than others
+FADING = 0.5  # D beyond it over which the weight falls by a factor of e
+PRIOR_IMAGES = 8  # for which the source's mean counts
 LEAST_STD = 1e-6  # so that keys which are all alike can be divided by it
 
 
@@ -46,7 +47,8 @@ class Neighbours(nn.Module):
         centre = known @ every / count
         std = (known @ (every - centre).square() / count).sqrt() + LEAST_STD
         distance = torch.cdist(keys.to(every) / std, every / std, compute_mode="donot_use_mm_for_euclid_dist")
-        weight = known * (-distance.square() / (keys.shape[1] * NEAR)).exp()
+        beyond = (distance.square() / keys.shape[1] - ALIKE).clamp(min=0)
+        weight = known * (-beyond / FADING).exp()
         return (PRIOR_IMAGES * mu + weight @ theirs) / (PRIOR_IMAGES + weight.sum(1, keepdim=True))
 
     def mean(self, mu: Tensor) -> Tensor:
