@@ -169,7 +169,7 @@ class Scheduled(Wrapper):
 
     def __init__(self, method: Method | Wrapper):
         if not isinstance(innermost(method), ObjectiveMethod) or method.optimizer is None:
-            raise ValueError(f"schedule='auto' is for methods that learn from every batch, and {method.name} does not")
+            raise ValueError(f"schedule='auto' is for methods with a pure objective, and {method.name} has none")
         super().__init__(method)
         self._schedule = Schedule()
 
