@@ -7,8 +7,8 @@ moments and memory: small updates are not rounded away.
 On a GPU the network, the objective and the optimizer's step are compiled, and the whole step (images in, forward,
 objective, backward, update, or none if something is not finite, answer, running means) is captured as a CUDA graph, one
 for each shape of batch, and replayed. Capturing takes less than a second. Compiling takes half a minute and saves some
-milliseconds a batch: so a shape runs uncompiled until it has come COMPILE_BATCHES times, unless `warm_up` asks for it or
-torch has its compiled code on disk. Reset and load copy into the tensors that a graph holds, so the graph stays.
+milliseconds a batch: so a shape runs uncompiled until it has come COMPILE_BATCHES times, unless `warm_up` asks for it
+or torch has its compiled code on disk. Reset and load copy into the tensors that a graph holds, so the graph stays.
 
 With "fp8" gradients pass the MLPs of a plain ViT in 8 bits: see mgtta.fast.mlp. The forward pass is the same.
 """
