@@ -128,7 +128,7 @@ def test_a_graph_finds_buffers_that_a_reset_or_a_load_has_replaced():
     method = make("mgtta_plus", gather=0, recall=0)
     engine = method.engine
     method(images(8))
-    engine._hold_buffers()  # as a capture does
+    engine._hold_buffers(images(8))  # as a capture does
     held = method.mean
     state = method.state_dict()
     method.reset()
@@ -141,6 +141,26 @@ def test_a_graph_finds_buffers_that_a_reset_or_a_load_has_replaced():
     engine._follow_buffers()
     assert method.mean is held
     assert torch.equal(held, state["buffers"]["mean"])
+    method.reset()
+    engine._hold_buffers(images(8))  # another capture, after a reset
+    assert method.mean is held
+    assert torch.equal(held, expected)
+
+
+def test_a_graph_finds_buffers_that_get_their_size_from_a_batch():
+    method = make("eta", margin=1.1, redundancy=1.1)
+    method(images(8))
+    method.reset()
+    method.engine._hold_buffers(images(8))
+    held = method.probs
+    assert held.shape == (CLASSES,)
+    assert not held.any()
+    method(images(8))
+    assert held.any()
+    method.reset()
+    method.engine._follow_buffers()
+    assert method.probs is held
+    assert not held.any()
 
 
 def test_what_was_compiled_before_is_remembered(tmp_path, monkeypatch):

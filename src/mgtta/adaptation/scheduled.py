@@ -171,7 +171,7 @@ class Scheduled(Wrapper):
     def __init__(self, method: Method | Wrapper):
         if not isinstance(innermost(method), ObjectiveMethod) or method.optimizer is None:
             name = spelled(method.name)
-            raise ValueError(f"schedule='auto' is for methods that learn from every batch, and {name} does not")
+            raise ValueError(f"schedule='auto' is for methods with a pure objective, and {name} has none")
         super().__init__(method)
         self._schedule = Schedule()
 

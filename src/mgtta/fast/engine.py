@@ -5,10 +5,10 @@ kept for them. Norm layers compute in float32, and so do logits, the statistics 
 moments and memory: small updates are not rounded away.
 
 On a GPU the network, the objective and the optimizer's step are compiled, and the whole step (images in, forward,
-objective, backward, update, or none if something is not finite) is captured as a CUDA graph, one for each shape of
-batch, and replayed. Compiling takes half a minute and saves some milliseconds a batch: so a shape runs uncompiled until
-it has come `PATIENCE` times, or `warm_up` asks for it. Reset and load copy into the tensors that a graph holds, so the
-graph stays.
+objective, backward, update, or none if something is not finite, answer, running means) is captured as a CUDA graph, one
+for each shape of batch, and replayed. Capturing takes less than a second. Compiling takes half a minute and saves some
+milliseconds a batch: so a shape runs uncompiled until it has come COMPILE_BATCHES times, unless `warm_up` asks for it
+or torch has its compiled code on disk. Reset and load copy into the tensors that a graph holds, so the graph stays.
 
 With "fp8" gradients pass the MLPs of a plain ViT in 8 bits: see mgtta.fast.mlp. The forward pass is the same.
 """
@@ -389,7 +389,7 @@ class FastEngine:
 
     def _capture(self, part: "Part", x: Tensor, compiled: bool) -> "Captured | None":
         """Return a captured step; None if it cannot be captured."""
-        self._hold_buffers()
+        self._hold_buffers(x)
         changed = [held for _, _, held in self.buffers]
         if self.flat is not None:
             changed += self.flat.tensors
@@ -422,8 +422,12 @@ class FastEngine:
                 for t, value in zip(changed, before, strict=True):
                     t.copy_(value)
 
-    def _hold_buffers(self) -> None:
+    def _hold_buffers(self, x: Tensor) -> None:
         """Note where the method's own buffers are, which graphs will read and write."""
+        self._follow_buffers()
+        if not all(held.numel() for held in own_buffers(self.method).values()):  # they get their size from a batch
+            with _on(self._device), torch.no_grad():
+                self.method.objective(*self._look(x[:2], _as_it_is))
         self.buffers = []
         for name, held in own_buffers(self.method).items():
             path, _, attribute = name.rpartition(".")
