@@ -3,14 +3,15 @@
     python benchmarks/guard.py imagenet --data SHARDS --weights DEIT_TINY --workers 15 --out results
     python benchmarks/guard.py resnet50 --data SHARDS --weights RESNET50 --workers 15 --out results
     python benchmarks/guard.py characters --workers 2 --out results
+    python benchmarks/guard.py settings --data SHARDS --weights DEIT_TINY --workers 15 --out results
     python benchmarks/guard.py page --out results
 
 `imagenet` takes DeiT-Tiny and shards 1 and 2 under the fifteen corruptions; its source statistics and Fisher
 information are of shard 0. `resnet50` takes a quarter of the cells; so does `characters`, with the embedded ones.
 Each cell, one method at one rate on one stream, is a line of JSON in OUT/guard.jsonl as soon as it has finished; one
 that is there is not run again. `page` writes OUT/guard.md from it. With --alone the benign cells run one at a time,
-plain and guarded taking every batch in turn, so that the ratio of their times is of one run. With --split validation
-the images are those of shard 0 under the validation corruptions: there the guard is chosen.
+plain and guarded taking every batch in turn, so that the ratio of their times is of one run. `settings` changes one
+setting of the guard at a time, on a few streams of shard 0 under the validation corruptions: there the guard is chosen.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from mgtta.methods.registry import recipe
 
 Row = tuple[str, int]  # a domain and an image of it; -1: an image without content, which is not scored
 Cell = tuple[str, str, str]  # method, rate, stream
+Settings = dict[str, float]  # of a guard
 METHODS = ("tent", "eata", "sar", "deyo", "roid", "mgtta", "mgtta_plus")
 TUNED = {  # learning rates of the README's table of version 0.1, chosen on validation images with resets
     "tent": 1e-3,
@@ -65,12 +67,26 @@ STREAMS = {
     "one": "4 corruptions mixed, batches of one",
     "clean one": "clean images, batches of one",
 }
+CHANGED: tuple[Settings, ...] = (  # of the guard, one at a time
+    {},
+    {"tolerance": 0.02},
+    {"tolerance": 0.08},
+    {"window": 128},
+    {"window": 512},
+    {"every": 256},
+    {"every": 4096},
+    {"slower": 0.5},
+    {"slower": 0.02},
+)
+FEW_METHODS = ("tent", "eata", "roid", "mgtta", "mgtta_plus")  # that run with changed settings, default rates and 10 x
+FEW_STREAMS = ("mixed", "turns", "continual 64")
 TITLES = {
     "imagenet": "ImageNet images, DeiT-Tiny",
     "resnet50": "ImageNet images, ResNet-50",
     "characters": "Embedded characters, glyphs_vit",
 }
 BENIGN = ("mixed 64", "continual 64", "labels 64", "noise 64")  # at default rates
+TIMED = ("mixed 64", "continual 64")  # of which the time is measured
 LONG = ("grey", "noise", "one", "clean one")  # plain methods run there at default rates only
 
 
@@ -136,7 +152,7 @@ class Bench:
         self.device = device
         self.labels = made["labels"]
         self.domains = made["domains"]
-        self.sets = {name: x.to(device) for name, x in made["sets"].items()}
+        self.sets = made["sets"]
         self.model = load(what, made["weights"], device)
         self.needs = {
             "source": mgtta.source_statistics(self.model, made["clean"].to(device)),
@@ -154,7 +170,7 @@ class Bench:
                 found.append(torch.full_like(like[0], 128))
             else:
                 found.append(torch.randint_like(like[0], 256))
-        return torch.stack(found)
+        return torch.stack(found).to(self.device)
 
     def method(self, name: str, rate: str, guard: Any) -> Any:
         settings: dict[str, Any] = {key: value for key, value in self.needs.items() if key in recipe(name).settings}
@@ -164,12 +180,17 @@ class Bench:
             settings["mirror"] = False
         return mgtta.create(name, self.model, guard=guard, precision="fp32", **settings)
 
-    def run(self, name: str, rate: str, stream: str, alone: bool = False) -> dict[str, Any]:
-        """Return the row of a cell; `error` is the standard error of guarded - NoAdapt."""
+    def run(self, cell: Cell, alone: bool, settings: Settings) -> dict[str, Any]:
+        """Return the row of a cell.
+
+        `error` is the standard error of guarded - NoAdapt, `asked` the share of images that the source model saw.
+        """
+        name, rate, stream = cell
         torch.manual_seed(0)
-        methods = {"guarded": self.method(name, rate, True)}
-        if rate == "default" or stream not in LONG:
+        methods = {"guarded": self.method(name, rate, mgtta.Guard(**settings))}
+        if not settings and (rate == "default" or stream not in LONG):
             methods["plain"] = self.method(name, rate, False)
+        asked = counted(methods["guarded"])
         right: dict[str, list[bool]] = {"noadapt": [], "guarded": [], "plain": []}
         times: dict[str, list[float]] = {"guarded": [], "plain": []}
         for turn, rows in enumerate(plan(stream, self.labels, *self.domains)):
@@ -182,8 +203,8 @@ class Bench:
                 found = predicted.tolist()
                 right[which] += [found[k] == int(self.labels[i]) for k, i in known]
             right["noadapt"] += [bool(self.right[rows[k][0]][i]) for k, i in known]
-        row: dict[str, Any] = {"method": name, "rate": rate, "stream": stream}
-        row |= {"images": len(right["noadapt"]), "alone": alone}
+        row: dict[str, Any] = {"method": name, "rate": rate, "stream": stream, "settings": settings, "alone": alone}
+        row |= {"images": len(right["noadapt"]), "asked": sum(asked) / len(right["noadapt"])}
         row |= {which: 100 * statistics.fmean(own) for which, own in right.items() if own}
         gained = [int(a) - int(b) for a, b in zip(right["guarded"], right["noadapt"], strict=True)]
         row["error"] = 100 * statistics.stdev(gained) / len(gained) ** 0.5
@@ -196,6 +217,19 @@ class Bench:
         if alone and self.device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def counted(guarded: Any) -> list[int]:
+    """Return a list to which the number of images is added whenever the guard asks the source model."""
+    found: list[int] = []
+    ask = guarded._ask
+
+    def asking(model: mgtta.Classifier, x: Tensor) -> Tensor:
+        found.append(len(x))
+        return ask(model, x)
+
+    guarded._ask = asking
+    return found
 
 
 def load(what: str, weights: str, device: str) -> mgtta.Classifier:
@@ -219,13 +253,15 @@ def make(args: argparse.Namespace) -> None:
         clean = Glyphs(512, seed=TRAIN_SEED).tensors()[0]
     else:
         first = imagenet.shard(args.clean or args.data, 0)
-        held = first.part(imagenet.CHOOSING) if args.split == "validation" else imagenet.shard(args.data, 1, 2)
+        if args.what == "settings":
+            held = first.part(imagenet.CHOOSING)
+            clean = first.part(imagenet.TRAINING).x
+            domains = (VALIDATION_CORRUPTIONS, VALIDATION_CORRUPTIONS)
+        else:
+            held = imagenet.shard(args.data, 1, 2)
+            clean = first.x
         x = held.x
         labels = held.labels
-        clean = first.x
-        if args.split == "validation":
-            domains = (VALIDATION_CORRUPTIONS, VALIDATION_CORRUPTIONS)
-            clean = first.part(imagenet.TRAINING).x
     x = x.to(args.device)
     sets = {"clean": x.cpu()}
     for name in domains[1]:
@@ -250,26 +286,25 @@ def begin(what: str, device: str, folder: Path) -> None:
     _BENCH = Bench(what, device, folder)
 
 
-def work(job: tuple[Cell, bool]) -> dict[str, Any]:
+def work(job: tuple[Cell, bool, Settings]) -> dict[str, Any]:
     assert _BENCH is not None
-    cell, alone = job
-    return _BENCH.run(*cell, alone)
+    return _BENCH.run(*job)
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
     """Return the cells; a tuned rate that is the default is left out."""
-    streams = list(STREAMS)
-    if args.split == "validation":
-        streams = [*(stream for stream in streams if stream not in ("fog", "contrast")), *VALIDATION_CORRUPTIONS]
     found = [
         (method, rate, stream)
-        for stream in streams
+        for stream in STREAMS
         for method in METHODS
         for rate in RATES
         if rate != "tuned" or TUNED[method] != recipe(method).settings["lr"]
     ]
+    if args.what == "settings":
+        few = [cell for cell in found if cell[0] in FEW_METHODS and cell[2] in FEW_STREAMS]
+        return [cell for cell in few if cell[1] != "tuned"]
     if args.alone:
-        return [cell for cell in found if cell[1] == "default" and cell[2] in BENIGN]
+        return [cell for cell in found if cell[1] == "default" and cell[2] in TIMED]
     if args.what != "imagenet":  # a quarter of them
         return found[::4]
     return found
@@ -278,8 +313,10 @@ def cells(args: argparse.Namespace) -> list[Cell]:
 def measure(args: argparse.Namespace) -> None:
     path = args.out / "guard.jsonl"
     rows = read_lines(path)
-    done = {(row["data"], row["method"], row["rate"], row["stream"], row["alone"]) for row in rows}
-    todo = [(cell, args.alone) for cell in cells(args) if (args.what, *cell, args.alone) not in done]
+    changed = CHANGED if args.what == "settings" else ({},)
+    jobs = [(cell, args.alone, settings) for settings in changed for cell in cells(args)]
+    done = [(row["data"], [row["method"], row["rate"], row["stream"]], row["alone"], row["settings"]) for row in rows]
+    todo = [job for job in jobs if (args.what, list(job[0]), *job[1:]) not in done]
     began = time.monotonic()
     make(args)
     workers = 1 if args.alone else args.workers
@@ -293,9 +330,10 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def command(args: argparse.Namespace) -> str:
-    data = {"imagenet": " --data SHARDS --weights DEIT_TINY", "resnet50": " --data SHARDS --weights RESNET50"}
+    weights = {"imagenet": "DEIT_TINY", "settings": "DEIT_TINY", "resnet50": "RESNET50"}
+    data = f" --data SHARDS --weights {weights[args.what]}" if args.what in weights else ""
     alone = " --alone" if args.alone else f" --workers {args.workers}"
-    return f"python benchmarks/guard.py {args.what}{data.get(args.what, '')}{alone} --out results"
+    return f"python benchmarks/guard.py {args.what}{data}{alone} --out results"
 
 
 # --- the page
@@ -371,8 +409,39 @@ def page(rows: list[dict[str, Any]]) -> str:
         alone = [row for row in rows if row["data"] == data and row["alone"]]
         text += [f"## {title}", "", f"`{own[0]['command']}`", "", *summary(own), *times(alone)]
         text += ["", cell_table(own), ""]
+    text += effects([row for row in rows if row["data"] == "settings"])
     text += [*(f"- {name}: {what}" for name, what in STREAMS.items()), ""]
     return "\n".join(text)
+
+
+def effects(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the section on the settings."""
+    if not rows:
+        return []
+    head = ["setting", "guarded - NoAdapt, mean", "worst", "cells below -1.0", "kept of the gains, %", "asked, %"]
+    plain = {(row["method"], row["rate"], row["stream"]): row.get("plain") for row in rows if not row["settings"]}
+    lines = []
+    for settings in CHANGED:
+        own = [row for row in rows if row["settings"] == settings]
+        gains = [gain(row) for row in own]
+        theirs = [(plain.get((row["method"], row["rate"], row["stream"])) or 0) - row["noadapt"] for row in own]
+        kept = [(mine, other) for mine, other in zip(gains, theirs, strict=True) if other > 1]
+        if own:
+            lines.append(
+                [
+                    ", ".join(f"{name}={value}" for name, value in settings.items()) or "default",
+                    f"{statistics.fmean(gains):+.2f}",
+                    f"{min(gains):+.1f}",
+                    f"{sum(each < -1 for each in gains)} of {len(own)}",
+                    f"{100 * sum(mine for mine, _ in kept) / max(sum(other for _, other in kept), 1e-9):.0f}",
+                    f"{100 * statistics.fmean(row['asked'] for row in own):.0f}",
+                ]
+            )
+    about = (
+        f"DeiT-Tiny, shard 0 under the validation corruptions; {', '.join(FEW_METHODS)} at default rates and ten times "
+        f"the tuned ones, streams {', '.join(FEW_STREAMS)}. `asked` is the share of images that the source model saw."
+    )
+    return ["## Settings, one changed at a time", "", f"`{rows[0]['command']}`", "", about, "", table(head, lines), ""]
 
 
 def cell_table(rows: list[dict[str, Any]]) -> str:
@@ -397,8 +466,7 @@ def cell_table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("imagenet", "resnet50", "characters", "page"))
-    parser.add_argument("--split", choices=("test", "validation"), default="test")
+    parser.add_argument("what", choices=("imagenet", "resnet50", "characters", "settings", "page"))
     parser.add_argument("--data", type=Path, help="folder of the shards imagenet-val5k-0000{1,2}.tar")
     parser.add_argument("--clean", type=Path, help="folder of shard 0, if it is another")
     parser.add_argument("--weights", type=Path, help="of deit_tiny_patch16_224, or of keras_resnet50")

@@ -11,6 +11,7 @@ anything is lost, repeats say nothing: they can at most double what is lost.
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,8 +122,8 @@ def repeats(classes: list[int]) -> float:
     n = len(classes)
     if n < 2:
         return 0.0
-    counts = torch.tensor(classes).unique(return_counts=True)[1]
-    return float((counts * (counts - 1)).sum()) / (n * (n - 1))
+    pairs = sum(count * (count - 1) for count in Counter(classes).values())
+    return pairs / (n * (n - 1))
 
 
 def what_is_lost(asked: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
