@@ -251,7 +251,7 @@ def page(records: list[dict[str, Any]]) -> str:
         "DeiT-Tiny, 2,000 ImageNet validation images (shards 1 and 2) under each of the 15 corruptions at severity 5, "
         "batches of 64, one H200 in bfloat16 (precision='auto', the default). Top-1 in percent, the expected "
         "calibration error in parentheses; with the standard deviation where there are several seeds; empty where a "
-        "stream was not run. Every gradient method has gather=16, recall=16, and the best of six pairs of learning rate "
+        "stream was not run. Every gradient method has gather=16, recall=16, and the best of six pairs of rate "
         "and pull, by the mean of three short validation streams (continual, mixed, batches of one). mgtta+ had more "
         "tries, on longer validation streams "
         "(docs/research.md).\n\n" + table(["method", *kinds], rows, right=True) + "\n"
