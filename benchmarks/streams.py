@@ -7,6 +7,9 @@ seeds only change the order of the images, since corruptions are drawn once. Eve
 recall=16; its learning rate and pull are those of SETTINGS, the best on shard 0 under the validation
 corruptions, six pairs for each method. Records are appended to OUT/streams.jsonl; what is there is not run again.
 OUT/streams.md is their table.
+
+With --validation the streams are of shard 0 under the four validation corruptions, shorter, and records and table have
+the name validation. --alike sets how much alike images must be to count fully in mgtta+'s means; inf: all of them do.
 """
 
 import argparse
@@ -24,16 +27,17 @@ from torch import Tensor
 
 import mgtta
 from mgtta._lib.files import atomic
-from mgtta.data.corruptions import CORRUPTIONS, corrupt
+from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS, corrupt
 from mgtta.data.streams import GRADUAL
 from mgtta.evaluation.metrics import expected_calibration_error, reliability
+from mgtta.methods import _neighbours
 from mgtta.methods.registry import recipe
 from mgtta.report.summary import spelled
 
 BATCH_SIZE = 64
 SINGLE_IMAGES = 400  # of each corruption, in batches of one
 ROUNDS = 10
-ROUND_IMAGES = 1000  # of each corruption in a round
+ROUND_IMAGES = 1000  # of each corruption in a round, at most; half of those that there are
 GRADUAL_IMAGES = 100  # of each corruption and severity
 CORRUPTED_AT_ONCE = 50  # images
 SEEDS = 3
@@ -72,7 +76,8 @@ Job = tuple[str, str, int]  # method, kind, seed
 class Bench:
     """DeiT-Tiny, the test images under all corruptions on the device, and what methods need."""
 
-    def __init__(self, path: Path, device: str, precision: str):
+    def __init__(self, path: Path, device: str, precision: str, alike: float):
+        _neighbours.ALIKE = alike
         made = torch.load(path, mmap=True)
         torch.set_num_threads(1)
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -81,6 +86,8 @@ class Bench:
         self.labels = made["labels"]
         self.images = made["images"].to(device)
         self.sets = made["sets"]
+        self.names = made["names"]  # of the corruptions
+        self.split = made["split"]
         self.model = imagenet.deit_tiny(Path(made["checkpoint"]), device)
         clean = made["clean"].to(device)
         self.needs = {
@@ -105,23 +112,23 @@ class Bench:
             return torch.stack([order, first + order], 1)
 
         if kind == "mixed":
-            rows = torch.cat([some(name) for name in CORRUPTIONS])
+            rows = torch.cat([some(name) for name in self.names])
             yield "mixed", list(rows[torch.randperm(len(rows), generator=random)].split(BATCH_SIZE))
         elif kind == "clean":
             yield "clean", list(some("clean").split(BATCH_SIZE))
         elif kind == "gradual":
-            for name in CORRUPTIONS:
+            for name in self.names:
                 for severity in GRADUAL:
                     yield f"{name}/{severity}", list(some(f"{name}/{severity}").split(BATCH_SIZE))
         elif kind == "one":
-            for name in CORRUPTIONS:
+            for name in self.names:
                 yield name, list(some(name, SINGLE_IMAGES).split(1))
         elif kind == "rounds":
             for _ in range(ROUNDS):
-                for name in CORRUPTIONS:
-                    yield name, list(some(name, ROUND_IMAGES).split(BATCH_SIZE))
+                for name in self.names:
+                    yield name, list(some(name, min(ROUND_IMAGES, len(self.labels) // 2)).split(BATCH_SIZE))
         else:
-            for name in CORRUPTIONS:
+            for name in self.names:
                 yield name, list(some(name).split(BATCH_SIZE))
 
     def run(self, name: str, kind: str, seed: int) -> list[dict[str, Any]]:
@@ -136,7 +143,7 @@ class Bench:
             y = self.labels[torch.cat(batches)[:, 0]]
             records.append({"domain": domain, **scores(torch.cat(logits).float().cpu(), y)})
         own = {"experiment": "streams", "method": name, "kind": kind, "seed": seed, "settings": wrapped(name)}
-        return [{**own, **record, "without": [], "split": "test"} for record in records]
+        return [{**own, **record, "without": [], "split": self.split} for record in records]
 
 
 def wrapped(name: str) -> dict[str, Any]:
@@ -161,7 +168,13 @@ def make(args: argparse.Namespace) -> Path:
     """Write the images for the processes to read."""
     path = args.folder / "streams.pt"
     args.folder.mkdir(parents=True, exist_ok=True)
-    held = imagenet.shard(args.data, 1, 2)
+    shard0 = imagenet.shard(args.clean or args.data, 0)
+    names = CORRUPTIONS
+    if args.validation:
+        held = shard0.part(imagenet.CHOOSING)
+        names = VALIDATION_CORRUPTIONS
+    else:
+        held = imagenet.shard(args.data, 1, 2)
     x = held.x.to(args.device)
 
     def corrupted(name: str, severity: int, images: int) -> Tensor:
@@ -169,16 +182,16 @@ def make(args: argparse.Namespace) -> Path:
         return torch.cat([corrupt(part, name, severity, index=index).cpu() for part, index in parts])
 
     sets = {"clean": held.x}
-    sets |= {name: corrupted(name, 5, len(x)) for name in CORRUPTIONS}
-    for name in CORRUPTIONS:
+    sets |= {name: corrupted(name, 5, len(x)) for name in names}
+    for name in names:
         for severity in sorted(set(GRADUAL)):
             sets[f"{name}/{severity}"] = corrupted(name, severity, GRADUAL_IMAGES)
-    clean = imagenet.shard(args.clean or args.data, 0).x
     lengths = [len(images) for images in sets.values()]
     places = {name: (sum(lengths[:k]), lengths[k]) for k, name in enumerate(sets)}  # where a set begins, and its length
     images = torch.cat(list(sets.values()))
-    made = {"images": images, "sets": places, "labels": held.labels, "clean": clean, "checkpoint": str(args.checkpoint)}
-    torch.save(made, path)
+    made = {"images": images, "sets": places, "names": names, "labels": held.labels, "clean": shard0.x}
+    split = "validation" if args.validation else "test"
+    torch.save({**made, "split": split, "checkpoint": str(args.checkpoint)}, path)
     return path
 
 
@@ -196,45 +209,58 @@ def work(job: Job) -> list[dict[str, Any]]:
 
 
 def jobs(args: argparse.Namespace) -> list[Job]:
-    methods = args.methods.split(",")
+    """Return all jobs, method by method; ten rounds, the longest stream, come first."""
     few = set(args.rounds.split(","))
     found = []
-    for seed in range(args.seeds):
-        for kind in KINDS:
-            for method in methods:
-                if kind == "rounds" and (method not in few or seed):
-                    continue
-                if kind == "one" and seed >= args.single_seeds:
-                    continue
-                found.append((method, kind, seed))
-    return found
+    for given in args.methods.split(","):
+        method, _, seeds = given.partition(":")
+        for seed in range(int(seeds or args.seeds)):
+            own = [kind for kind in KINDS if kind != "rounds" or (method in few and not seed)]
+            found += [(method, kind, seed) for kind in own]
+    return sorted(found, key=lambda job: job[1] != "rounds")
 
 
 def main() -> None:
     parser = imagenet.arguments(__doc__.split("\n")[0])
     parser.add_argument("--clean", type=Path, help="folder of shard 0, if it is another")
     parser.add_argument("--folder", type=Path, default=Path("runs/streams"), help="for the corrupted images")
-    parser.add_argument("--methods", default=",".join([*SETTINGS, *FORWARD_ONLY]))
+    parser.add_argument("--validation", action="store_true", help="streams for choosing, of shard 0")
+    parser.add_argument("--alike", type=float, default=_neighbours.ALIKE)
+    every = ",".join([*SETTINGS, *FORWARD_ONLY])
+    parser.add_argument("--methods", default=every, help="NAME or NAME:SEEDS, separated by commas")
     parser.add_argument("--rounds", default="mgtta_plus,plus_adam", help="methods that run ten rounds, with one seed")
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--single-seeds", type=int, default=SEEDS, help="seeds of batches of one")
     parser.add_argument("--precision", default="auto", help="as of create: auto is bf16 on a GPU")
     parser.add_argument("--workers", type=int, default=10, help="processes; each holds all images, 7 GB")
     parser.add_argument("--seconds", type=float, default=1e6, help="stop after so long")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    store = args.out / "streams.jsonl"
+    name = "validation" if args.validation else "streams"
+    if args.alike != _neighbours.ALIKE:
+        name += f"_alike_{args.alike:g}"
+    store = args.out / f"{name}.jsonl"
     known = read_lines(store)
     done = {(record["method"], record["kind"], record["seed"]) for record in known}
     todo = [job for job in jobs(args) if job not in done]
-    setup = (make(args), args.device, args.precision)
+    setup = (make(args), args.device, args.precision, args.alike)
     for job, records in in_processes(todo, work, begin, setup, args.workers, args.seconds):
         with open(store, "a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
         top1 = sum(record["top1"] for record in records) / len(records)
         print(*job, f"{top1:.2f}", flush=True)
-    with atomic(args.out / "streams.md") as temporary:
+    with atomic(args.out / f"{name}.md") as temporary:
         temporary.write_text(page(read_lines(store)))
+
+
+IMAGES = {
+    "test": "2,000 ImageNet validation images (shards 1 and 2) under each of the 15 corruptions at severity 5",
+    "validation": "872 images of shard 0 under each of the four validation corruptions at severity 5",
+}
+PROTOCOL = """DeiT-Tiny, {images}, batches of 64, one H200 in bfloat16 (precision="auto", the default). Top-1, percent; the expected calibration error in parentheses; with the standard deviation where there are several seeds; empty where a
+stream was not run. rounds: the last one, and in brackets the first and the lowest. Every gradient method has gather=16,
+recall=16, and the best of six pairs of learning rate and pull, by the mean of three short validation streams
+(continual, mixed, batches of one). mgtta+ had more tries, on longer validation streams (docs/research.md). The other
+methods are as their recipes are."""
 
 
 def page(records: list[dict[str, Any]]) -> str:
@@ -244,17 +270,13 @@ def page(records: list[dict[str, Any]]) -> str:
         figures.setdefault((record["method"], record["kind"]), {}).setdefault(record["seed"], []).append(record)
     kinds = [kind for kind in SHOWN if any(kind == known for _, known in figures)]
     methods = sorted({method for method, _ in figures}, key=lambda method: -_top1(figures, method, "continual"))
-    rows = [[spelled(method), *(_shown(figures.get((method, kind))) for kind in kinds)] for method in methods]
+    rows = [[spelled(method), *(_shown(figures.get((method, kind)), kind) for kind in kinds)] for method in methods]
+    split = records[0]["split"] if records else "test"
+    more = " --validation" if split == "validation" else ""
+    command = f"python benchmarks/streams.py --data SHARDS --checkpoint DEIT_TINY --workers 12{more} --out results"
+    words = PROTOCOL.format(images=IMAGES[split])
     return (
-        "# One setting for every stream\n\n"
-        "`python benchmarks/streams.py --data SHARDS --checkpoint DEIT_TINY --workers 10 --out results`\n\n"
-        "DeiT-Tiny, 2,000 ImageNet validation images (shards 1 and 2) under each of the 15 corruptions at severity 5, "
-        "batches of 64, one H200 in bfloat16 (precision='auto', the default). Top-1 in percent, the expected "
-        "calibration error in parentheses; with the standard deviation where there are several seeds; empty where a "
-        "stream was not run. Every gradient method has gather=16, recall=16, and the best of six pairs of rate "
-        "and pull, by the mean of three short validation streams (continual, mixed, batches of one). mgtta+ had more "
-        "tries, on longer validation streams "
-        "(docs/research.md).\n\n" + table(["method", *kinds], rows, right=True) + "\n"
+        f"# One setting for every stream\n\n`{command}`\n\n{words}\n\n{table(['method', *kinds], rows, right=True)}\n"
     )
 
 
@@ -263,13 +285,23 @@ def _top1(figures: dict[Any, Any], method: str, kind: str) -> float:
     return statistics.fmean([r["top1"] for own in seeds.values() for r in own] or [0.0])
 
 
-def _shown(seeds: dict[int, list[dict[str, Any]]] | None) -> str:
+def _shown(seeds: dict[int, list[dict[str, Any]]] | None, kind: str) -> str:
     if not seeds:
         return ""
-    means = [statistics.fmean(record["top1"] for record in own) for own in seeds.values()]
     ece = statistics.fmean(record["ece"] for own in seeds.values() for record in own)
+    if kind == "rounds":
+        first, *others = by_round(seeds[0])
+        return f"{others[-1]:.1f} [{first:.1f}, {min(first, *others):.1f}] ({ece:.1f})"
+    means = [statistics.fmean(record["top1"] for record in own) for own in seeds.values()]
     spread = f" ± {statistics.stdev(means):.1f}" if len(means) > 1 else ""
     return f"{statistics.fmean(means):.1f}{spread} ({ece:.1f})"
+
+
+def by_round(records: list[dict[str, Any]]) -> list[float]:
+    """Return the mean top-1 of each round, from the records of its domains in turn."""
+    domains = len({record["domain"] for record in records})
+    top1 = [record["top1"] for record in records]
+    return [statistics.fmean(top1[k : k + domains]) for k in range(0, len(top1), domains)]
 
 
 if __name__ == "__main__":
