@@ -256,7 +256,8 @@ IMAGES = {
     "test": "2,000 ImageNet validation images (shards 1 and 2) under each of the 15 corruptions at severity 5",
     "validation": "872 images of shard 0 under each of the four validation corruptions at severity 5",
 }
-PROTOCOL = """DeiT-Tiny, {images}, batches of 64, one H200 in bfloat16 (precision="auto", the default). Top-1, percent; the expected calibration error in parentheses; with the standard deviation where there are several seeds; empty where a
+PROTOCOL = """DeiT-Tiny, {images}, batches of 64, one H200 in bfloat16 (precision="auto", the default). Top-1, percent;
+in parentheses the expected calibration error. With the standard deviation where there are several seeds; empty where a
 stream was not run. rounds: the last one, and in brackets the first and the lowest. Every gradient method has gather=16,
 recall=16, and the best of six pairs of learning rate and pull, by the mean of three short validation streams
 (continual, mixed, batches of one). mgtta+ had more tries, on longer validation streams (docs/research.md). The other
