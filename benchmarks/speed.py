@@ -1,29 +1,35 @@
 """What a step of adaptation costs, beside the plain forward pass and what a user would pick instead.
 
-    python benchmarks/speed.py --out results                               # step, growth and data, on the GPU
+    python benchmarks/speed.py --seconds 280 --out results                 # all but growth and accuracy, on the GPU
     python benchmarks/speed.py --part step --model deit_tiny_patch16_224 --batch 16 --device cpu
     python benchmarks/speed.py --part accuracy --data SHARDS --checkpoint DEIT_TINY --out results
 
 step      a batch by each contender, in float32 and on the fast path; the optimizer's step in three ways
-growth    time and memory against batch size, model and the generator's hidden size
+methods   methods that choose images, in float32 and on the fast path
+networks  TENT and MGTTA on convolutional networks and other transformers, beside TENT as it is commonly written
+start     the first batches of a stream, and the same again with what the first run has compiled
+single    how long a caller waits for the prediction of one image
 data      images a second that the loader gives from JPEG tars, against its number of worker processes
+evaluate  what `evaluate` adds to many batches of one
+growth    time and memory against batch size, model and the generator's hidden size
 accuracy  DeiT-Tiny on ImageNet under the 15 corruptions: the fast path against float32, schedule="auto" against always
+paths     DeiT-Tiny under five of them: other methods on the fast path against float32, and MGTTA+ with mirrored twins
+          at all, at no, or at the first batches of a domain
 
 Weights are random where the package ships none: they don't change the work. The contenders take turns in an order drawn
 anew for each round; a figure is the median over rounds, after each has been warmed up. On a CPU a turn is a batch, and
 its time one thread's CPU time; on a GPU it is a few batches in a row, as a stream brings them, and a batch's time its
 part of the wall time between two waits for the GPU. Memory is what a contender adds to what was there before it,
-weights included: the peak of what torch has allocated, within CUDA graphs too. `--quick` does all of it small.
+weights included: the peak of what torch has allocated, within CUDA graphs too. `--quick` does all of it small. What
+does not fit into `--seconds` is left out, and said to be.
 
 The parts' figures go to OUT/speed.json, from which OUT/speed.md and the plots of growth are written.
 """
 
 import argparse
-import gc
 import io
 import json
 import os
-import random
 import shlex
 import statistics
 import sys
@@ -32,63 +38,30 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from speed_pages import ALONE, PARTS, WAYS, page, plot
+from speed_pages import ALONE, PARTS, VISIT, WAYS, page, plot
+from speed_parts import decoding, evaluation, methods, networks, paths, shuffled, single, start
+from speed_tools import Contender, Deadline, classifier, clock, images, measure, method_of, tent_as_usual
 from torch import Tensor, nn
 
 import mgtta
 from mgtta._lib.files import atomic
-from mgtta._lib.profile import now
-from mgtta._lib.shipped import shipped
-from mgtta._lib.timm import timm
-from mgtta.adaptation.scheduled import Scheduled
 from mgtta.adaptation.step import Pass
-from mgtta.bench.needs import needs_source
 from mgtta.data.corruptions import CORRUPTIONS
 from mgtta.data.datasets import open_dataset
 from mgtta.data.images import simplejpeg
 from mgtta.data.streams import corrupted, stream
-from mgtta.fast.engine import Captured, FastEngine, GraphPlace, _compiled
+from mgtta.fast.engine import Captured, GraphPlace, _compiled
 from mgtta.fast.flat import FlatStep
 from mgtta.fast.vit import ViT
 from mgtta.learned.optimizer import BETAS, EPS, generator_inputs
 
 MODELS = ("deit_tiny_patch16_224", "deit_small_patch16_224", "vit_base_patch16_224", "vit_large_patch16_224")
 TUNED = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith("MALLOC_"))  # glibc
-TURN = 5  # batches that a contender takes on a GPU before another does
 SMALL = ("test_vit", "test_vit2", "test_vit", "test_vit2")  # with --quick, in their place
-
-
-# --- what a user would pick instead
-
-
-def tent_as_usual(net: nn.Module, autocast: bool = False) -> Callable[[Tensor], Tensor]:
-    """TENT as it is commonly written: gradients by backward(), torch's SGD over the norm layers' parameters.
-
-    Args:
-        autocast: in bfloat16 where torch deems it safe, and compiled.
-    """
-    norms = [m for m in net.modules() if isinstance(m, nn.LayerNorm | nn.GroupNorm | nn.BatchNorm2d)]
-    net.requires_grad_(False)
-    params = [p.requires_grad_() for m in norms for p in m.parameters()]
-    optimizer = torch.optim.SGD(params, lr=1e-3, momentum=0.9)
-    run = torch.compile(net, dynamic=False) if autocast else net
-
-    def step(x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
-            logits = run(x)
-        logits = logits.float()
-        loss = -(logits.softmax(1) * logits.log_softmax(1)).sum(1).mean(0)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return logits.detach()
-
-    return step
 
 
 class LoopedMGG:
@@ -109,122 +82,6 @@ class LoopedMGG:
             inputs, *self.moments[i] = generator_inputs(grad.flatten(), *self.moments[i], self.t, BETAS, EPS)
             update, self.memories[i] = self.generator(inputs, self.memories[i])
             p.data = (p - self.lr * update.view_as(p)).clone()
-
-
-# --- measurement
-
-
-@dataclass
-class Contender:
-    """Something to be timed.
-
-    Attributes:
-        make: prepares it, warmed up, and gives the function to time.
-        graph_bytes: what CUDA graphs take, once it is made; True: what they have reserved.
-    """
-
-    name: str
-    make: Callable[[], Callable[[], object]]
-    precision: str = ""
-    tf32: bool = False
-    graph_bytes: Callable[[bool], int] = lambda _: 0
-
-
-def measure(contenders: list[Contender], rounds: int, device: str) -> list[dict[str, Any]]:
-    """Return the median and the least seconds of each and, on a GPU, its bytes; they take turns."""
-    rows = []
-    steps = []
-    for contender in contenders:
-        began = time.perf_counter()
-        _precise(contender.tf32)
-        base = _allocated(device)
-        step = contender.make()
-        for _ in range(3 if device == "cuda" else 1):
-            step()
-        peak = _peak(step, device) - base + contender.graph_bytes(False)
-        steps.append(step)
-        row = {"name": contender.name, "precision": contender.precision, "peak": peak if device == "cuda" else None}
-        row["graphs hold"] = contender.graph_bytes(True)
-        rows.append({**row, "ready": time.perf_counter() - began})
-        print(f"{contender.name} {contender.precision}: ready after {rows[-1]['ready']:.0f} s", file=sys.stderr)
-    read = clock(device)
-    times: list[list[float]] = [[] for _ in contenders]
-    batches = TURN if device == "cuda" else 1
-    turns = list(zip(contenders, steps, times, strict=True))
-    order = random.Random(0)
-    for _ in range(rounds):
-        for contender, step, found in order.sample(turns, len(turns)):
-            _precise(contender.tf32)
-            start = read()
-            for _ in range(batches):
-                step()
-            found.append((read() - start) / batches)
-    _precise(False)
-    for row, found in zip(rows, times, strict=True):
-        row.update(seconds=statistics.median(found), least=min(found))
-        print({key: row[key] for key in ("name", "precision", "seconds", "peak")}, file=sys.stderr)
-    return rows
-
-
-def clock(device: str) -> Callable[[], float]:
-    return time.process_time if device == "cpu" else now
-
-
-def _precise(tf32: bool) -> None:
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-
-
-def _allocated(device: str) -> int:
-    """Return allocated bytes without cuBLAS's workspaces, so that each contender is counted with only its own."""
-    gc.collect()
-    if device != "cuda":
-        return 0
-    torch._C._cuda_clearCublasWorkspaces()
-    return torch.cuda.memory_allocated()
-
-
-def _peak(step: Callable[[], object], device: str) -> int:
-    if device != "cuda":
-        return 0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
-
-
-def classifier(name: str, device: str) -> mgtta.Classifier:
-    torch.manual_seed(0)
-    with torch.device(device):
-        net = name if name in shipped("models") else timm.create_model(name)
-    return mgtta.load_model(net).to(device)
-
-
-def images(model: mgtta.Classifier, batch: int, device: str) -> Tensor:
-    side = model.input_size[0]
-    return torch.randint(0, 256, (batch, 3, side, side), dtype=torch.uint8, device=device)
-
-
-def method_of(label: str, name: str, model: mgtta.Classifier, x: Tensor, precision: str, **settings: Any) -> Contender:
-    kept: list[Any] = []
-
-    def make() -> Callable[[], object]:
-        if needs_source(name):
-            settings["source"] = mgtta.source_statistics(model, x[:64] if len(x) > 1 else torch.cat([x, 255 - x]))
-        method = mgtta.create(name, model, precision=precision.replace("tf32", "fp32"), **settings)
-        method.warm_up(x)
-        if isinstance(method, Scheduled):
-            method.schedule.left = sys.maxsize  # as if it had just learned
-        kept.append(method)
-        return lambda: method(x)
-
-    def graph_bytes(reserved: bool) -> int:
-        engine = kept[0].engine
-        if not isinstance(engine, FastEngine):
-            return 0
-        return engine.graphs_hold if reserved else engine.graph_bytes
-
-    return Contender(label, make, precision, precision == "tf32", graph_bytes)
 
 
 def optimizer_step(model: mgtta.Classifier, way: str, hidden_size: int = 8) -> Contender:
@@ -275,18 +132,23 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
     who = [method_of(label, name, model, x, "fp32") for label, name in names]
     if device == "cpu":
         who.append(method_of("Eq. 7 with Adam", "eq7_adam", model, x, "fp32"))
+        who.append(method_of("MGTTA+", "mgtta_plus", model, x, "fp32", mirror=True))
+        who.append(method_of("MGTTA+ without twins", "mgtta_plus", model, x, "fp32", mirror=False))
     else:
         who += [method_of(label, name, model, x, "tf32") for label, name in (names[0], names[2])]
     if fast:
         who += [method_of(label, name, model, x, fast) for label, name in names]
         who += [method_of("MGTTA", "mgtta", model, x, "fp8")] if ViT.fits_float8(model) else []
         who.append(method_of("MGTTA, low memory", "mgtta", model, x, fast, low_memory=True))
+        who.append(method_of("MGTTA+", "mgtta_plus", model, x, fast, mirror=True))
+        who.append(method_of("MGTTA+ without twins", "mgtta_plus", model, x, fast, mirror=False))
+        who.append(method_of("MGTTA+, low memory", "mgtta_plus", model, x, fast, mirror=True, low_memory=True))
         who.append(method_of("MGTTA, budget spent", "mgtta", model, x, fast, max_updates=0))
         who.append(method_of("MGTTA, schedule at rest", "mgtta", model, x, fast, schedule="auto"))
     pixels = x.float() / 255
 
     def usual(autocast: bool) -> Callable[[], object]:
-        run = tent_as_usual(mgtta.load_model(model.net, mean=None, std=None).to(device).net, autocast)
+        run = tent_as_usual(mgtta.load_model(model.net, mean=None, std=None).to(device).net, autocast, autocast)
         return lambda: run(pixels)
 
     who.append(Contender("TENT as usually written", lambda: usual(False), "fp32"))
@@ -294,7 +156,10 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
         who.append(Contender("TENT as usually written, autocast and torch.compile", lambda: usual(True), "bf16"))
     who += [optimizer_step(model, way) for way in WAYS]
     n = sum(p.numel() for p in mgtta.norm_parameters(model))
-    return {"model": args.model, "batch": args.batch, "n": n, "rows": measure(who, args.rounds, device)}
+    if args.only:
+        who = [contender for contender in who if contender.name in args.only]
+    rows = measure(who, args.rounds, device, args.deadline)
+    return {"model": args.model, "batch": args.batch, "n": n, "rows": rows}
 
 
 def growth(args: argparse.Namespace) -> dict[str, Any]:
@@ -326,11 +191,18 @@ def data(args: argparse.Namespace) -> dict[str, Any]:
     """Return the loader's rate from tars of JPEGs of 500 x 375 pixels, the average of ImageNet."""
     count, links = (256, 1) if args.quick else (8192, 4)
     device = torch.device(args.device)
+    decoded = None
+    if device.type == "cuda":
+        try:
+            decoded = decoding(_jpegs(), args.device)
+        except Exception as error:  # not every torchvision has a decoder for the GPU
+            decoded = {"error": f"{type(error).__name__}: {error}"[:300]}
+        print(decoded, file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         pattern = _write_tars(Path(folder), count, 2, links)
         rows = []
-        for workers in (0, 1, 2) if args.quick else [k for k in (0, 1, 2, 4, 8, 16) if k <= (os.cpu_count() or 1)]:
-            few = min(count * links, 2048 * max(workers, 1))
+        for workers in (0, 1, 2) if args.quick else [k for k in (0, 4, 16) if k <= (os.cpu_count() or 1)]:
+            few = min(count * links, 1024 * max(workers, 1))
             it = iter(stream(open_dataset(pattern), first=few, workers=workers, device=device))
             for _ in range(max(workers, 1)):  # until all workers have begun
                 next(it)
@@ -339,11 +211,12 @@ def data(args: argparse.Namespace) -> dict[str, Any]:
             for batch in it:
                 seen += len(batch.x)
             rows.append({"workers": workers, "images": seen, "rate": seen / (time.perf_counter() - began)})
-    return {"cores": os.cpu_count(), "decoder": "PIL" if simplejpeg is None else "simplejpeg", "rows": rows}
+    decoder = "PIL" if simplejpeg is None else "simplejpeg"
+    return {"cores": os.cpu_count(), "decoder": decoder, "rows": rows, "on the GPU": decoded}
 
 
-def _write_tars(folder: Path, count: int, shards: int, links: int = 1) -> str:
-    """Write tars of `count` images in all, each under `links` names."""
+def _jpegs() -> list[bytes]:
+    """Return 16 JPEGs of 500 x 375 pixels."""
     from PIL import Image
 
     noise = torch.Generator().manual_seed(0)
@@ -355,6 +228,12 @@ def _write_tars(folder: Path, count: int, shards: int, links: int = 1) -> str:
         file = io.BytesIO()
         Image.fromarray(picture.permute(1, 2, 0).numpy()).save(file, "JPEG", quality=90)
         files.append(file.getvalue())
+    return files
+
+
+def _write_tars(folder: Path, count: int, shards: int, links: int = 1) -> str:
+    """Write tars of `count` images in all, each under `links` names."""
+    files = _jpegs()
     for k in range(shards):
         with tarfile.open(folder / f"speed-{k:05d}.tar", "w") as tar:
             for i in range(k, count, shards):
@@ -379,7 +258,7 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
     test = imagenet.shard(args.data, *((1,) if args.quick else (1, 2)))
     first = 128 if args.quick else None
     batches = list(stream(corrupted(test, names), batch_size=64, first=first, device=device))
-    orders = [batches, *(_shuffled(batches, seed) for seed in range(1, args.orders))]
+    orders = [batches, *(shuffled(batches, seed) for seed in range(1, args.orders))]
     rows = []
 
     def run(label: str, name: str, reset: str, lr: float | None = None, **settings: Any) -> None:
@@ -419,19 +298,6 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
     return {"images": first or len(test), "rows": rows}
 
 
-def _shuffled(batches: list[Any], seed: int) -> list[Any]:
-    """Return the same images in another order within their domains, which keep their places."""
-    random = torch.Generator().manual_seed(seed)
-    found = []
-    for domain in dict.fromkeys(batch.domain for batch in batches):
-        some = [batch for batch in batches if batch.domain == domain]
-        x, y, index = (torch.cat([getattr(batch, name) for batch in some]) for name in ("x", "y", "index"))
-        for chosen in torch.randperm(len(y), generator=random).split(len(some[0].y)):
-            there = chosen.to(x.device)
-            found.append(some[0]._replace(x=x[there], y=y[there], index=index[chosen.to(index.device)]))
-    return found
-
-
 def _timed(method: Any, batches: list[Any]) -> float:
     """Seconds of all batches, from the method's start on, each batch's predictions read before the next comes; the
     median of five times."""
@@ -446,11 +312,28 @@ def _timed(method: Any, batches: list[Any]) -> float:
     return statistics.median(found)
 
 
+RUN: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "step": step,
+    "methods": methods,
+    "networks": networks,
+    "start": start,
+    "single": single,
+    "data": data,
+    "evaluate": evaluation,
+    "growth": growth,
+    "accuracy": accuracy,
+    "paths": paths,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS[:3])
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=VISIT)
     parser.add_argument("--model", default="vit_base_patch16_224", help="of `step`: a timm name, or a shipped one")
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument(
+        "--only", nargs="+", help="of `step`: names of contenders, such as MGTTA; the others are left out"
+    )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--data", type=Path, help="of `accuracy`: the folder of the shards")
@@ -462,9 +345,11 @@ def main() -> None:
         "--lr-always", type=float, nargs="+", default=[1e-3, 2e-3], help="of `accuracy`: MGTTA's without either"
     )
     parser.add_argument("--orders", type=int, default=3, help="of `accuracy`: of the images in each domain")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="of the visit; the rest is left out")
     parser.add_argument("--quick", action="store_true", help="does it run?")
     parser.add_argument("--out", type=Path, help="the folder of speed.json, speed.md and the plots of growth")
     args = parser.parse_args()
+    args.deadline = Deadline(args.seconds)
     if args.device == "cpu":
         torch.set_num_threads(1)
     file = None if args.out is None else args.out / "speed.json"
@@ -473,7 +358,7 @@ def main() -> None:
     for part in args.part:
         began = time.perf_counter()
         try:
-            found = {"step": step, "growth": growth, "data": data, "accuracy": accuracy}[part](args)
+            found = RUN[part](args)
         except Exception:  # the other parts may still work
             traceback.print_exc()
             failed.append(part)
@@ -485,7 +370,8 @@ def main() -> None:
             "torch": torch.__version__,
             "took": time.perf_counter() - began,
         }
-        which = {"step": f" {args.model} {args.batch} {args.device}", "growth": f" {args.device}"}
+        which = {"step": f" {args.model} {args.batch} {args.device}"}
+        which |= dict.fromkeys(("growth", "start", "single", "evaluate"), f" {args.device}")
         key = part + which.get(part, "")
         result[key] = {**about, **found}
         print(f"{part}: {time.perf_counter() - began:.0f} s", file=sys.stderr)

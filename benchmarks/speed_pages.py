@@ -2,22 +2,35 @@
 
 from functools import partial
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Any
 
 from pages import table
 
 from mgtta._lib.files import atomic
 
-PARTS = ("step", "growth", "data", "accuracy")
+VISIT = ("step", "methods", "single", "networks", "start", "data", "evaluate")  # to a GPU, the most important first
+PARTS = (*VISIT, "growth", "accuracy", "paths")
 BATCHES = 782  # of 64 images: the 50,000 of one corruption
 ALONE = "the generator's step"  # and three ways to take it
 WAYS = ("as released, parameter by parameter", "batched", "fast path")
 
 
 def page(result: dict[str, Any]) -> str:
-    accuracy = partial(accuracy_page, steps=[part for key, part in result.items() if part["gpu"] and "step" in key])
-    makers = {"step": step_page, "growth": growth_page, "data": data_page, "accuracy": accuracy}
+    steps = [part for key, part in result.items() if part["gpu"] and key.startswith("step")]
+    accuracy = partial(accuracy_page, steps=steps)
+    makers = {
+        "step": step_page,
+        "methods": methods_page,
+        "networks": networks_page,
+        "start": start_page,
+        "single": single_page,
+        "data": data_page,
+        "evaluate": evaluate_page,
+        "growth": growth_page,
+        "accuracy": accuracy,
+        "paths": paths_page,
+    }
     parts = [
         f"{makers[name](part)}\n\nCommand: `{part['command']}` ({part['where']}, torch {part['torch']})"
         for key, part in sorted(result.items(), key=lambda item: PARTS.index(item[0].split()[0]))
@@ -27,7 +40,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def step_page(part: dict[str, Any]) -> str:
-    rows = part["rows"]
+    rows = measured(part["rows"])
     batch = part["batch"]
     gpu = part["gpu"]
     plain = {row["precision"]: row["seconds"] for row in rows if row["name"] == "NoAdapt"}
@@ -50,28 +63,42 @@ def step_page(part: dict[str, Any]) -> str:
     times = ["ms", "times NoAdapt", "images/s", "peak MB"] if gpu else ["times NoAdapt", "images/s"]
     head = ["", "precision", *times]
     text = f"## A step: {part['model']}, batch {batch}, n = {part['n']:,}\n\n{table(head, lines, right=True)}"
-    return f"{text}\n\n{_bars(part)}"
+    return f"{text}\n\n{_bars(part)}{left_out(part['rows'])}"
+
+
+def measured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if "error" not in row]
+
+
+def left_out(rows: list[dict[str, Any]]) -> str:
+    """Return what was not measured, and why."""
+    found = [f"{row['name']} {row.get('precision', '')}: {row['error']}" for row in rows if "error" in row]
+    return "".join(f"\n- Not measured: {line}" for line in found)
 
 
 def _bars(part: dict[str, Any]) -> str:
     """Return the figures that follow from the rows."""
-    found = {(row["name"], row["precision"]): row for row in part["rows"]}
+    found = {(row["name"], row["precision"]): row for row in measured(part["rows"])}
     precision = "bf16" if ("MGTTA", "bf16") in found else "fp32"
+    if not {("MGTTA", precision), ("NoAdapt", precision)} <= found.keys():
+        return ""
     whole = found["MGTTA", precision]["seconds"]
     plain = found["NoAdapt", precision]["seconds"]
-    generator = found[f"{ALONE}, {WAYS[-1]}", "fp32"]["seconds"]
-    ratios = f"{whole / plain:.2f} times NoAdapt, {whole / found['TENT', precision]['seconds']:.3f} times TENT"
+    ratios = f"{whole / plain:.2f} times NoAdapt"
+    if ("TENT", precision) in found:
+        ratios += f", {whole / found['TENT', precision]['seconds']:.3f} times TENT"
     absolute = f"{1e3 * whole:.2f} ms a batch, 50,000 images in {whole * 50000 / part['batch']:.1f} s; "
-    lines = [
-        f"MGTTA in {precision}: {absolute if part['gpu'] else ''}{ratios}.",
-        f"The optimizer takes {100 * generator / whole:.1f} % of the step.",
-    ]
+    lines = [f"MGTTA in {precision}: {absolute if part['gpu'] else ''}{ratios}."]
+    generator = found.get((f"{ALONE}, {WAYS[-1]}", "fp32"))
+    if generator:
+        lines.append(f"The optimizer takes {100 * generator['seconds'] / whole:.1f} % of the step.")
     small = found.get(("MGTTA", "fp8"))
     if part["gpu"] and small:
         lines.append(
             f"With gradients in 8 bits (fp8) {1e3 * small['seconds']:.2f} ms, {small['seconds'] / plain:.2f} times "
             "NoAdapt."
         )
+    lines += _plus(found, precision)
     spent = found.get(("MGTTA, budget spent", precision))
     if spent:
         limited = (50 * whole + (BATCHES - 50) * spent["seconds"]) / (BATCHES * plain)
@@ -88,6 +115,124 @@ def _bars(part: dict[str, Any]) -> str:
             f"low memory {held[1] / 1e6:,.0f} MB.",
         ]
     return "\n".join(f"- {line}" for line in lines)
+
+
+def _plus(found: dict[tuple[str, str], dict[str, Any]], precision: str) -> list[str]:
+    """Return what MGTTA+ costs, with pull, gather and recall."""
+    whole = found["MGTTA", precision]["seconds"]
+    usual = found.get(("TENT", precision))
+    lines = []
+    for name in ("MGTTA+", "MGTTA+ without twins", "MGTTA+, low memory"):
+        row = found.get((name, precision))
+        if row is None:
+            continue
+        line = f"{name}: {row['seconds'] / whole:.3f} times MGTTA"
+        if usual:
+            line += f", {row['seconds'] / usual['seconds']:.3f} times TENT"
+        if row["peak"]:
+            line += f", peak {row['peak'] / 1e6:,.0f} MB"
+        lines.append(f"{line}.")
+    return lines
+
+
+def methods_page(part: dict[str, Any]) -> str:
+    found = {(row["name"], row["precision"]): row for row in measured(part["rows"])}
+    lines = []
+    for name in dict.fromkeys(row["name"] for row in part["rows"]):
+        exact = found.get((name, "fp32"))
+        quick = found.get((name, "bf16"))
+        if exact is None or quick is None:
+            continue
+        ratio = exact["seconds"] / quick["seconds"]
+        peak = [""] * 2
+        if part["gpu"]:
+            peak = [f"{row['peak'] / 1e6:,.0f}" for row in (exact, quick)]
+        lines.append([name, *(f"{1e3 * row['seconds']:.2f}" for row in (exact, quick)), f"{ratio:.2f}", *peak])
+    head = ["", "fp32, ms", "bf16, ms", "times as fast", "fp32, peak MB", "bf16, peak MB"]
+    title = f"## Methods that choose images: {part['model']}, batch {part['batch']}"
+    return f"{title}\n\n{table(head, lines, right=True)}\n{left_out(part['rows'])}".rstrip()
+
+
+def networks_page(part: dict[str, Any]) -> str:
+    lines = []
+    missing = ""
+    for case in part["cases"]:
+        missing += left_out([{**row, "name": f"{case['model']}: {row['name']}"} for row in case["rows"]])
+        rows = measured(case["rows"])
+        usual = next((row["seconds"] for row in rows if "usually" in row["name"]), None)
+        for row in rows:
+            ratio = "" if usual is None else f"{usual / row['seconds']:.2f}"
+            peak = f"{row['peak'] / 1e6:,.0f}" if row["peak"] else ""
+            lines.append([case["model"], row["name"], f"{1e3 * row['seconds']:.2f}", ratio, peak])
+    head = ["network", "", "ms", "times as fast as the usual TENT", "peak MB"]
+    title = f"## Other networks, bf16, batch {part['batch']}"
+    return f"{title}\n\n{table(head, lines, right=True)}\n{missing}".rstrip()
+
+
+def start_page(part: dict[str, Any]) -> str:
+    lines = []
+    for name, run in zip(("first", "second"), part["runs"], strict=False):
+        times = run["seconds"]
+        slow = sorted(range(1, len(times)), key=lambda i: -times[i])[:2]
+        waits = ", ".join(f"batch {i + 1}: {times[i]:.2f} s" for i in sorted(slow) if times[i] > 0.1)
+        steady = [median(times[i:j]) for i, j in ((2, 8), (20, 38), (len(times) - 10, len(times)))]
+        lines.append([name, f"{times[0]:.2f}", *(f"{1e3 * t:.2f}" for t in steady), waits])
+    head = ["run", "first batch, s", "batches 3-8, ms", "batches 21-38, ms", "the last ten, ms", "long waits"]
+    title = f"## The first batches: MGTTA, {part['model']}, batch {part['batch']}, {part['where']}"
+    told = (
+        "Each batch until its predictions are read. A step is captured at its 9th batch. For this measurement it is "
+        "compiled at the 41st; the second run finds compiled code on disk, and compiles at the 9th."
+    )
+    return f"{title}\n\n{table(head, lines, right=True)}\n\n{told}"
+
+
+def single_page(part: dict[str, Any]) -> str:
+    rows = measured(part["rows"])
+    plain = {row["interval"]: row for row in rows if row["name"] == "NoAdapt"}
+    lines = []
+    for row in rows:
+        way = "in a row" if not row["interval"] else f"every {1e3 * row['interval']:.0f} ms"
+        base = plain[row["interval"]]
+        ratios = [f"{row[key] / base[key]:.2f}" for key in ("median", "p99")]
+        times = [f"{1e3 * row[key]:.3f}" for key in ("median", "p99", "mean")]
+        if not part["gpu"]:
+            times = [f"{row[key] / base['median']:.2f}" for key in ("median", "p99", "mean")]
+        lines.append([row["name"], way, *times, *ratios])
+    unit = "ms" if part["gpu"] else "times NoAdapt's median"
+    head = [
+        "",
+        "images come",
+        f"median, {unit}",
+        "99th percentile",
+        "mean of a call",
+        "median / NoAdapt",
+        "99th / NoAdapt",
+    ]
+    title = f"## Batches of one: {part['model']}, {part['where']}"
+    return f"{title}\n\n{table(head, lines, right=True)}\n{left_out(part['rows'])}".rstrip()
+
+
+def evaluate_page(part: dict[str, Any]) -> str:
+    rows = [[f"{row['batches']:,}", f"{row['seconds']:.2f}"] for row in part["rows"]]
+    title = f"## What `evaluate` adds, {part['where']}"
+    return f"{title}\n\n{table(['batches of one', 'seconds'], rows, right=True)}"
+
+
+def paths_page(part: dict[str, Any]) -> str:
+    lines = []
+    for row in part["rows"]:
+        twins = ""
+        if row["name"] == "mgtta_plus":
+            twins = "every batch"
+            if row.get("mirror") is False:
+                twins = "none"
+            if row["twins"] is not None:
+                twins = f"the first {row['twins']} batches of a domain"
+        lines.append([row["name"], row["precision"], twins, _spread(row["top1"])])
+    named = ", ".join(part["corruptions"])
+    title = f"## Accuracy by path: DeiT-Tiny, {part['images']} ImageNet images under each of {len(part['corruptions'])}"
+    told = f"{named}; reset before each. Mean and standard deviation of {len(part['rows'][0]['top1'])} orders."
+    return f"{title} corruptions\n\n{table(['', 'precision', 'twins', 'top-1, %'], lines, right=True)}\n\n{told}"
 
 
 def growth_page(part: dict[str, Any]) -> str:
@@ -128,7 +273,17 @@ def growth_page(part: dict[str, Any]) -> str:
 def data_page(part: dict[str, Any]) -> str:
     rows = [[str(row["workers"]), f"{row['rate']:,.0f}"] for row in part["rows"]]
     title = f"## From JPEG tars, {part['cores']} cores, decoded by {part['decoder']}"
-    return f"{title}\n\n{table(['worker processes', 'images/s'], rows, right=True)}"
+    text = f"{title}\n\n{table(['worker processes', 'images/s'], rows, right=True)}"
+    there = part.get("on the GPU")
+    if there is None:
+        return text
+    if "error" in there:
+        return f"{text}\n\nOn the GPU, torchvision decodes nothing: {there['error']}"
+    return (
+        f"{text}\n\nOn the GPU, torchvision's decoder gives {there['rate']:,.0f} images/s, without resizing. "
+        f"{100 * there['differing']:.0f} % of its values differ from those of the CPU, by up to "
+        f"{there['largest']:.0f} of 255."
+    )
 
 
 def accuracy_page(part: dict[str, Any], steps: list[dict[str, Any]]) -> str:

@@ -10,16 +10,24 @@ from conftest import CLASSES, NETS, confident_vit, images, random_generator, vit
 import mgtta
 from mgtta._lib.files import read_tree, write_tree
 from mgtta._lib.timm import timm
+from mgtta.adaptation.state import own_buffers
+from mgtta.adaptation.wrapper import innermost
 from mgtta.data.embedded import EMBEDDED
 from mgtta.data.streams import Batch, corrupted, stream
 from mgtta.fast import engine as fast
 from mgtta.fast import vit as plain
 from mgtta.fast.flat import FlatStep
+from mgtta.fast.remembered import is_remembered, remember
+from mgtta.fast.rounded import RoundedEngine
 from mgtta.losses import entropy
 from mgtta.methods._descent import Descent
+from mgtta.methods.registry import FISHER, GENERATOR, SOURCE, recipe
 from mgtta.methods.tent import Tent
 
 NAMES = ("noadapt", "tent", "eq7_sgd", "eq7_adam", "mgtta", "mgtta_lstm")
+CHOOSING = ("eta", "eata", "eata_come", "rdumb")  # methods that choose images, by masks
+ROUNDED = ("sar", "sar_come", "deyo", "roid", "cmf")  # methods whose own steps run over rounded weights
+FOLLOWING = ("mgtta_plus", *CHOOSING)  # methods with running means of their own
 CPU = torch.device("cpu")
 gpu = [
     pytest.mark.gpu,
@@ -30,10 +38,13 @@ gpu = [
 
 def make(name, net=None, device="cpu", precision="bf16", **settings):
     model = mgtta.load_model(net or confident_vit()).to(device)
-    if "mgtta" in name:
+    needs = recipe(name).needs
+    if GENERATOR in needs:
         settings.setdefault("generator", random_generator(memory="lstm" if "lstm" in name else "gml"))
-    if name not in ("noadapt", "tent"):
+    if SOURCE in needs:
         settings["source"] = mgtta.source_statistics(model, images(16, seed=99))
+    if FISHER in needs:
+        settings["fisher"] = mgtta.fisher_information(model, images(16, seed=99))
     return mgtta.create(name, model, precision=precision, **settings)
 
 
@@ -57,6 +68,110 @@ def test_close_to_float32(name, net, low_memory):
     assert all(p.dtype == torch.float32 for p in quick.adapted.values())
     assert quick.model.fingerprint() != exact.model.fingerprint()
     assert quick.fingerprint == exact.fingerprint  # states and statistics are the source model's
+
+
+def followed(method):
+    """Return the running means of a method."""
+    return {name: t for name, t in own_buffers(innermost(method)).items() if not name.startswith("statistics")}
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_running_means_follow_as_in_float32(name):
+    """Of the images that a filter keeps, and not of batches that are not finite or that teach nothing."""
+    open_filters = {"margin": 0.9, "redundancy": 0.999} if name in CHOOSING else {"gather": 3}
+    exact, quick = (make(name, lr=1e-4, precision=p, **open_filters) for p in ("fp32", "bf16"))
+    bad = images(8)
+    bad[0, 0, 0, 0] = float("nan")
+    for x in [*batches(3), bad, *batches(3, size=5), *images(4).split(1)]:
+        expected, found = exact(x), quick(x)
+        if x is not bad:
+            assert close(found, expected)
+    assert (quick.updates, quick.skipped) == (exact.updates, exact.skipped)
+    for key, value in followed(quick).items():
+        torch.testing.assert_close(value, followed(exact)[key], atol=0.05, rtol=0.05)
+        assert value.any()
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_a_batch_that_teaches_nothing_is_neither_an_update_nor_skipped(name):
+    method = make(name, vit())  # random weights: every entropy is near ln C
+    before = method.state_dict()["params"]
+    for x in batches(2):
+        method(x)
+    assert (method.updates, method.skipped) == (0, 0)
+    assert all(torch.equal(t, before[key]) for key, t in method.state_dict()["params"].items())
+    assert not method.probs.any()
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_steps_of_their_own_run_over_rounded_weights(name):
+    settings = {"sar": {"margin": 1.1}, "sar_come": {"margin": 1.1}}.get(name, {})
+    settings = {"deyo": {"entropy_threshold": 1.1, "plpd_threshold": -1.0}}.get(name, settings)
+    exact, quick = (make(name, precision=p, lr=1e-4, **settings) for p in ("fp32", "bf16"))
+    assert type(quick.engine) is RoundedEngine
+    for x in batches(3):
+        expected, found = exact(x), quick(x)
+        assert found.dtype == torch.float32
+        assert close(found, expected)
+    assert (quick.updates, quick.skipped) == (exact.updates, exact.skipped)
+    assert quick.updates == 3
+    assert all(p.dtype == torch.float32 for p in quick.adapted.values())
+    with pytest.raises(ValueError, match=f"low_memory .* {name}"):
+        make(name, low_memory=True)
+    with pytest.raises(ValueError, match=f"'fp8' is not for {name}.*take precision='bf16'"):
+        make(name, precision="fp8")
+    with pytest.raises(TypeError, match="precision='fp32'"):
+        quick.double()
+
+
+def test_a_graph_finds_buffers_that_a_reset_or_a_load_has_replaced():
+    method = make("mgtta_plus", gather=0, recall=0)
+    engine = method.engine
+    method(images(8))
+    engine._hold_buffers(images(8))  # as a capture does
+    held = method.mean
+    state = method.state_dict()
+    method.reset()
+    assert method.mean is not held
+    expected = method.mean.clone()
+    engine._follow_buffers()
+    assert method.mean is held
+    assert torch.equal(held, expected)
+    method.load_state_dict(state)
+    engine._follow_buffers()
+    assert method.mean is held
+    assert torch.equal(held, state["buffers"]["mean"])
+    method.reset()
+    engine._hold_buffers(images(8))  # another capture, after a reset
+    assert method.mean is held
+    assert torch.equal(held, expected)
+
+
+def test_a_graph_finds_buffers_that_get_their_size_from_a_batch():
+    method = make("eta", margin=1.1, redundancy=1.1)
+    method(images(8))
+    method.reset()
+    method.engine._hold_buffers(images(8))
+    held = method.probs
+    assert held.shape == (CLASSES,)
+    assert not held.any()
+    method(images(8))
+    assert held.any()
+    method.reset()
+    method.engine._follow_buffers()
+    assert method.probs is held
+    assert not held.any()
+
+
+def test_what_was_compiled_before_is_remembered(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    assert not is_remembered("a step")
+    remember("a step")
+    assert is_remembered("a step")
+    assert not is_remembered("another")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/dev/null/nowhere")
+    remember("a step")  # where nothing can be written, nothing is noted
+    assert not is_remembered("a step")
 
 
 @pytest.mark.parametrize("low_memory", [False, True])
@@ -98,7 +213,7 @@ def test_who_may_take_it(model, source, monkeypatch):
 
     with pytest.raises(ValueError, match="values in a batch"):
         fast.fits(Other(model, Descent(0.1).factory()), "bf16")
-    for name, message in (("sar", "values in a batch"), ("cotta", "values"), ("lame", "values")):
+    for name, message in (("spa", "values in a batch"), ("cotta", "values"), ("lame", "values")):
         with pytest.raises(ValueError, match=message):
             mgtta.create(name, model, precision="bf16")
     narrow = timm.models.VisionTransformer(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2)
@@ -128,7 +243,7 @@ def test_who_may_take_it(model, source, monkeypatch):
 # --- the contract
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *FOLLOWING])
 def test_reset_and_resume_are_bit_exact(name, tmp_path):
     method, xs = make(name), batches(6)
     start = copy.deepcopy(method.model.state_dict())
@@ -163,7 +278,7 @@ def test_states_go_from_one_precision_to_the_other(name):
     assert states[0].keys() == states[1].keys()
 
 
-@pytest.mark.parametrize("name", ["tent", "mgtta"])
+@pytest.mark.parametrize("name", ["tent", "mgtta", *FOLLOWING])
 def test_nothing_waits_for_the_device_but_what_must(name, monkeypatch):
     waits = []
     settle = FlatStep.settle
@@ -174,7 +289,7 @@ def test_nothing_waits_for_the_device_but_what_must(name, monkeypatch):
     for x in more:
         method(x)
     assert not waits
-    assert method.updates == 4
+    assert method.updates == {"tent": 4, "mgtta": 4, "mgtta_plus": 2}.get(name, method.updates)
     assert len(waits) == 1
 
 
@@ -355,21 +470,24 @@ def test_which_networks_go_block_by_block():
 
 @pytest.mark.filterwarnings("ignore")  # torch's, about itself
 @pytest.mark.parametrize("low_memory", [False, True])
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_it_compiles_in_one_piece_each(low_memory, precision):
+@pytest.mark.parametrize(
+    ("name", "precision"), [("mgtta", "bf16"), ("mgtta", "fp8"), *((name, "bf16") for name in FOLLOWING)]
+)
+def test_it_compiles_in_one_piece_each(name, low_memory, precision):
     """By torch's tracer, without a compiler, which would take long: no graph breaks."""
     compiled = {}
 
     def how(function):
         return compiled.setdefault(function, torch.compile(function, dynamic=False, backend="eager", fullgraph=True))
 
-    method, x = make("mgtta", precision=precision, low_memory=low_memory), images(8)
+    method, x = innermost(make(name, precision=precision, low_memory=low_memory)), images(8)
     twin = copy.deepcopy(method)
     expected = [method(x) for _ in range(2)]
     twin.engine._lay_out(x)
     twin.engine.flat.take_in()
     for logits in expected:
-        torch.testing.assert_close(twin.engine._adapt(x, how).logits, logits, atol=1e-2, rtol=1e-2)
+        found = twin.engine._step(fast.Part(True, True, False), x, how)
+        torch.testing.assert_close(found.logits, logits, atol=1e-2, rtol=1e-2)
 
 
 def test_warm_up_leaves_no_trace():
@@ -395,26 +513,85 @@ def on_gpu(name, net=None, **more):
 @pytest.fixture
 def patient(monkeypatch):
     """Compile a shape at its third batch."""
-    monkeypatch.setattr(fast, "PATIENCE_BATCHES", 2)
+    monkeypatch.setattr(fast, "COMPILE_BATCHES", 2)
 
 
 class TestOnTheGPU:
     pytestmark = gpu
 
     @pytest.mark.parametrize("low_memory", [False, True])
-    @pytest.mark.parametrize(("name", "precision"), [*((name, "bf16") for name in NAMES), ("mgtta", "fp8")])
+    @pytest.mark.parametrize(
+        ("name", "precision"), [*((name, "bf16") for name in (*NAMES, *FOLLOWING)), ("mgtta", "fp8")]
+    )
     def test_captured_steps_are_the_uncaptured_ones(self, name, precision, low_memory, monkeypatch):
-        method, twin = (on_gpu(name, precision=precision, low_memory=low_memory) for _ in range(2))
+        settings = {"margin": 0.9, "redundancy": 0.999} if name in CHOOSING else {"gather": 0, "recall": 0}
+        if name == "noadapt":
+            settings = {}
+        method, twin = (on_gpu(name, precision=precision, low_memory=low_memory, **settings) for _ in range(2))
         xs = batches(6)
-        monkeypatch.setattr(fast, "PATIENCE_BATCHES", 10**6)
+        monkeypatch.setattr(fast, "COMPILE_BATCHES", 10**6)
         expected = [twin(x) for x in xs]
-        monkeypatch.setattr(fast, "PATIENCE_BATCHES", 2)
+        monkeypatch.setattr(fast, "COMPILE_BATCHES", 2)
         for x, logits in zip(xs, expected, strict=True):
             assert close(method(x), logits)
-        assert len(method.engine.graphs) == 1
-        assert method.engine.compiles  # and did not give up
+        assert [captured.compiled for captured in method.engine.graphs.values()] == [True]  # it did not give up
         assert not twin.engine.graphs
         assert (method.updates, method.skipped) == (twin.updates, twin.skipped)
+        for key, value in followed(method).items():
+            assert close(value, followed(twin)[key])
+
+    @pytest.mark.parametrize("name", ["mgtta_plus", "eata", "tent"])
+    def test_a_step_is_captured_before_it_is_compiled(self, name, monkeypatch):
+        monkeypatch.setattr(fast, "CAPTURE_BATCHES", 2)
+        monkeypatch.setattr(fast, "is_remembered", lambda step: False)
+        settings = {"margin": 0.9, "redundancy": 0.999} if name == "eata" else {"gather": 0, "recall": 0}
+        method, exact = (on_gpu(name, precision=p, lr=1e-4, **settings) for p in ("bf16", "fp32"))
+        for x in batches(6):
+            assert close(method(x), exact(x))
+        assert [captured.compiled for captured in method.engine.graphs.values()] == [False]
+        assert (method.updates, method.skipped) == (exact.updates, exact.skipped)
+        state = method.state_dict()
+        expected = method(images(8, seed=50))
+        first = [m.reset() or m(batches(1)[0]) for m in (method, exact)]
+        assert close(*first)
+        method.load_state_dict(state)
+        assert close(method(images(8, seed=50)), expected)
+
+    @pytest.mark.parametrize("net", ["resnet10t", "convnext_atto", "vit_tiny_patch16_224"])
+    def test_other_networks_are_captured(self, net, monkeypatch):
+        monkeypatch.setattr(fast, "CAPTURE_BATCHES", 1)
+        monkeypatch.setattr(fast, "is_remembered", lambda step: False)
+        torch.manual_seed(0)
+        more = {"global_pool": "avg", "depth": 2} if "vit" in net else {}
+        built = timm.create_model(net, num_classes=CLASSES, **more)
+        side = 224 if "vit" in net else 64
+        method, exact = (on_gpu("tent", copy.deepcopy(built), precision=p, lr=1e-4) for p in ("bf16", "fp32"))
+        for seed in range(4):
+            x = torch.rand(8, 3, side, side, generator=torch.Generator().manual_seed(seed))
+            expected = exact(x)
+            assert (method(x) - expected).norm() < 0.1 * expected.norm()
+        assert len(method.engine.graphs) == 1
+        assert method.updates == 4
+        if method.statistics is not None:
+            theirs = dict(exact.statistics.named_buffers())
+            for name, value in method.statistics.named_buffers():
+                torch.testing.assert_close(value, theirs[name], atol=0.05, rtol=0.05)
+        assert method.export()(x.cuda()).isfinite().all()
+
+    def test_gathered_images_are_learned_from_apart(self, monkeypatch):
+        monkeypatch.setattr(fast, "CAPTURE_BATCHES", 2)
+        monkeypatch.setattr(fast, "is_remembered", lambda step: False)
+        settings = {"gather": 4, "recall": 2, "lr": 1e-4, "mirror": True}
+        method, exact = (on_gpu("mgtta_plus", precision=p, **settings) for p in ("bf16", "fp32"))
+        for i, x in enumerate(images(40).cuda().split(1)):
+            assert close(method(x), exact(x))
+            if i == 20:
+                method.load_state_dict(method.state_dict())
+                assert method.waiting == 1
+        assert len(method.engine.graphs) == 2
+        assert (method.updates, method.skipped) == (exact.updates, exact.skipped) == (10, 0)
+        method(torch.full((1, 3, 32, 32), float("nan"), device="cuda"))
+        assert (method.waiting, method.skipped) == (0, 1)
 
     def test_reset_and_load_keep_the_graph(self, patient):
         method, xs = on_gpu("mgtta"), batches(6)
@@ -471,7 +648,7 @@ class TestOnTheGPU:
             method(other)
         found = method.predict(x)
         method.engine.graphs.clear()
-        monkeypatch.setattr(fast, "PATIENCE_BATCHES", 10**6)
+        monkeypatch.setattr(fast, "COMPILE_BATCHES", 10**6)
         assert close(found, method.predict(x))
         assert not close(found, before)
 
@@ -515,4 +692,8 @@ class TestOnTheGPU:
             assert on_gpu(name, precision="fp32").precision == "fp32"
         assert on_gpu("tent", NETS["batchnorm"](), precision="auto").precision == "fp32"
         assert on_gpu("tent", precision="auto", max_seconds=1.0).precision == "fp32"
-        assert mgtta.create("sar", mgtta.load_model(vit()).to("cuda"), precision="auto").precision == "fp32"
+        for name in (*FOLLOWING, *ROUNDED):
+            assert on_gpu(name, precision="auto").precision == "bf16"
+        assert on_gpu("cotta", precision="auto").precision == "fp32"
+        for net in ("resnet10t", "convnext_atto"):
+            assert on_gpu("tent", timm.create_model(net), precision="auto").precision == "bf16"

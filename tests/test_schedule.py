@@ -253,8 +253,8 @@ def test_guarded_and_limited():
 
 
 def test_what_cannot_follow_one_is_refused(model):
-    for name in ("lame", "cotta", "sar", "eta"):
-        with pytest.raises(ValueError, match="learn from every batch"):
+    for name in ("lame", "cotta", "sar", "deyo"):
+        with pytest.raises(ValueError, match="pure objective"):
             mgtta.create(name, model, schedule="auto")
     with pytest.raises(ValueError, match=r"unknown schedule 'never'; valid: always, auto"):
         mgtta.create("tent", model, schedule="never")

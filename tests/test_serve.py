@@ -309,7 +309,7 @@ def test_copies_with_guard_or_schedule_share_what_never_changes(option):
 
 
 def test_a_method_that_has_no_schedule_refuses_it_by_name():
-    with pytest.raises(ValueError, match="schedule='auto' is for methods that learn from every batch"):
+    with pytest.raises(ValueError, match="schedule='auto' is for methods with a pure objective"):
         template("t3a", mgtta.load_model(confident_vit()), schedule="auto")
 
 

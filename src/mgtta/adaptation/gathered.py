@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mgtta._lib.names import spelled
 from mgtta.adaptation.method import Method
+from mgtta.adaptation.shift import Arriving
 from mgtta.adaptation.step import Pass
 from mgtta.adaptation.wrapper import Wrapper
 from mgtta.models.classifier import Classifier
@@ -38,23 +40,25 @@ class Gathered(Wrapper):
 
     Attributes:
         images: the number of images; with ranks, on all of them together.
-        kept: the images that wait, batch by batch, as they came.
+        kept: the images that wait, batch by batch, as they came. Whether those of the last batch do is known before the
+            next one: a GPU is not waited for.
     """
 
     state_name = "gather"
     method: Method
 
     def __init__(self, method: Method, images: int):
+        name = spelled(method.name)
         if method.optimizer is None:
-            raise ValueError(f"{method.name} does not learn by gradients, so it has no use for gather: leave it out")
-        if method.statistics is not None and method.precision != "fp32":
-            raise ValueError(
-                f"gather predicts with the stream's statistics in BatchNorm layers, and {method.name} on the fast path "
-                "does not keep them: take precision='fp32'"
-            )
+            raise ValueError(f"{name} does not learn by gradients, so it has no use for gather: leave it out")
         super().__init__(method)
         self.images = images
-        self.kept: list[Tensor] = []
+        self.begin()
+
+    @property
+    def kept(self) -> list[Tensor]:
+        self._settle()
+        return self._kept
 
     @property
     def waiting(self) -> int:
@@ -73,16 +77,34 @@ class Gathered(Wrapper):
         if not before and coming >= self.images and not self._poor(len(x)):
             return self.method.step(x)
         seen = self._predict(x)
-        if not ranks.all(seen.logits.isfinite().all()):
-            self.engine.skipped += 1
-            return seen
-        self.kept.append(x.detach().clone())
+        self._kept.append(x.detach().clone())
+        self._finite.send(seen.logits.isfinite().all(), None)
         if before + coming >= self.images:
-            together = self._together()
-            collect = any(self._poor(len(each)) for each in self.kept)
-            self.begin()
-            self.method.step(together, observe=False, collect=collect)
+            self._learn_together(before + coming)
+        elif ranks.size > 1:  # they decide together, at each call
+            self._settle()
         return seen
+
+    def _learn_together(self, expected: float) -> None:
+        """Learn from all that is kept, unless the last batch was not finite and there are fewer images than expected.
+
+        A GPU does so while the caller reads the last prediction.
+        """
+        [found] = self.ranks.total([self.waiting])
+        if found < expected:
+            return
+        together = self._together()
+        collect = any(self._poor(len(each)) for each in self._kept)
+        self.begin()
+        with self.engine.apart(together):
+            self.method.step(together, observe=False, collect=collect)
+
+    def _settle(self) -> None:
+        """Drop the last batch, and count it as skipped, if its logits were not finite."""
+        held = self._finite.take()
+        if held is not None and not self.ranks.all(held[0]):
+            self._kept.pop()
+            self.engine.skipped += 1
 
     def learn(self, x: Tensor) -> Pass:
         return self.method.step(x, observe=False, collect=True)
@@ -97,7 +119,7 @@ class Gathered(Wrapper):
         self.method.warm_up(x)
         batches = math.ceil(self.images / len(x))
         if batches > 1:
-            self.method.warm_up(x.repeat(batches, *(1 for _ in x.shape[1:])))
+            self.method.warm_up(x.repeat(batches, *(1 for _ in x.shape[1:])), observe=False)
 
     def own(self) -> dict[str, Any]:
         return {"kept": [x.clone() for x in self.kept]}
@@ -118,10 +140,12 @@ class Gathered(Wrapper):
         return [x.clone() for x in kept]
 
     def load_own(self, checked: list[Tensor]) -> None:
-        self.kept = checked
+        self.begin()
+        self._kept = checked
 
     def begin(self) -> None:
-        self.kept = []
+        self._kept: list[Tensor] = []
+        self._finite = Arriving()  # whether the last batch's logits were
 
     def _predict(self, x: Tensor) -> Pass:
         with self._stream_statistics(len(x)):
@@ -130,10 +154,10 @@ class Gathered(Wrapper):
     def _together(self) -> Tensor:
         """Return the kept images in one batch: those of the most frequent shape and dtype."""
         images: Counter[Any] = Counter()
-        for x in self.kept:
+        for x in self._kept:
             images[x.shape[1:], x.dtype] += len(x)
         [(frequent, _)] = images.most_common(1)
-        alike = [x for x in self.kept if (x.shape[1:], x.dtype) == frequent]
+        alike = [x for x in self._kept if (x.shape[1:], x.dtype) == frequent]
         return torch.cat([x.to(alike[0].device) for x in alike])
 
     def _poor(self, n: int) -> bool:
@@ -152,9 +176,12 @@ class Gathered(Wrapper):
         for i, layer in self._batch_norms():
             layer.running_mean, layer.running_var = blended(statistics, i, layer)
             handles.append(layer.register_forward_pre_hook(_use_running))
+        by_modules = self.engine.by_modules
+        self.engine.by_modules = True
         try:
             yield
         finally:
+            self.engine.by_modules = by_modules
             for handle in handles:
                 handle.remove()
             for layer, mean, var in before:

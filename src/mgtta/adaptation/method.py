@@ -7,7 +7,6 @@ A method writes `loss`, or its whole step as `adapt`. One that lowers a function
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from mgtta._lib.names import spelled
 from mgtta._lib.ranks import Alone
 from mgtta.adaptation.budget import Budgeted
 from mgtta.adaptation.state import MethodState, load
@@ -52,6 +52,7 @@ class Method(MethodState, Budgeted):
     events: Events = ()
     cannot_export = ""  # why no network predicts as the method does; empty if one does
     changes_images = False  # True if it makes views of images, so that it refuses other inputs
+    may_be_rounded = False  # True if a step of its own works with frozen weights in bfloat16; see mgtta.fast.rounded
     shares_batches = False  # True if every whole-batch statistic goes through `self.ranks`
     pull = 0.0
     decay = math.inf
@@ -95,8 +96,8 @@ class Method(MethodState, Budgeted):
         """Share every batch with other ranks: each gives its images, and all learn as one would from all of them."""
         if not self.shares_batches:
             raise ValueError(
-                f"{self.name} looks at a batch as a whole, so it cannot share one with other ranks: run it in one "
-                "process, or take a method that can, such as tent or mgtta"
+                f"{spelled(self.name)} looks at a batch as a whole, so it cannot share one with other ranks: run it in "
+                "one process, or take a method that can, such as tent or mgtta"
             )
         if self.model._uses_batch_statistics and batch_norms(self.model.net):
             raise ValueError(
@@ -107,6 +108,9 @@ class Method(MethodState, Budgeted):
         self.ranks = ranks
 
     # --- what a method may write
+
+    def begin_step(self, x: Tensor) -> None:
+        """Prepare for learning from x."""
 
     def look(self, x: Tensor) -> Pass:
         """Run the model on x, as the method stands."""
@@ -140,7 +144,7 @@ class Method(MethodState, Budgeted):
     def predict(self, x: Tensor) -> Tensor:
         """Return the logits of x as the method stands: no update, no counting, no graph."""
         self._check_input(x)
-        return self.answer(self.engine.predict(x)).detach()
+        return self.engine.step(x, learn=False, observe=False, collect=False).logits.detach()
 
     @property
     def predicting(self) -> Classifier:
@@ -166,20 +170,13 @@ class Method(MethodState, Budgeted):
         with self._timed(next(self.model.parameters()).device), torch.inference_mode(False):
             if isinstance(x, Tensor) and x.is_inference():
                 x = x.clone()
-            with torch.set_grad_enabled(learn), _collecting(self, learn, collect):
-                seen = self.adapt(x) if learn else self.engine.predict(x)
-            with torch.no_grad():
-                seen = Pass(seen.logits.detach(), [f.detach() for f in seen.features])
-                logits = self.answer(seen)
-                if observe:
-                    self.observe(seen)
-        return Pass(logits, seen.features)
+            return self.engine.step(x, learn, observe, collect)
 
     def _check_input(self, x: Tensor) -> None:
         if self.changes_images and isinstance(x, Tensor) and x.ndim != IMAGE_AXES:
             raise ValueError(
-                f"{self.name} makes views of images, so it needs images (N, channels, H, W), not {tuple(x.shape)}: "
-                "take another method, such as tent or mgtta"
+                f"{spelled(self.name)} makes views of images, so it needs images (N, channels, H, W), not "
+                f"{tuple(x.shape)}: take another method, such as tent or mgtta"
             )
 
     def learn(self, x: Tensor) -> Pass:
@@ -189,23 +186,18 @@ class Method(MethodState, Budgeted):
     def export(self) -> nn.Module:
         """Return a copy of your own module with the adapted weights, which predicts as the method does now."""
         if self.cannot_export:
-            raise ValueError(f"{self.name} cannot be exported: {self.cannot_export}")
-        if self.statistics is not None and self.precision != "fp32":
-            raise ValueError("a network with BatchNorm is exported with the stream's statistics: take precision='fp32'")
+            raise ValueError(f"{spelled(self.name)} cannot be exported: {self.cannot_export}")
+        _ = self.updates  # a GPU may still be learning
         return export_net(self.model, self.adapted, statistics=self.statistics)
 
     @torch.inference_mode(False)
-    def warm_up(self, x: Tensor) -> None:
-        """Compile for batches of x's shape now; leaves no trace. On a CPU and in fp32 there is nothing to do."""
+    def warm_up(self, x: Tensor, observe: bool = True) -> None:
+        """Compile for batches of x's shape now; leaves no trace. On a CPU and in fp32 there is nothing to do.
+
+        Args:
+            observe: False: for images that are learned from after they were predicted and observed.
+        """
         self.remember_start()
         before = self.snapshot()
-        self.engine.warm_up(x)
+        self.engine.warm_up(x, observe)
         load(self, before)
-
-
-def _collecting(method: Method, learn: bool, collect: bool) -> AbstractContextManager[None]:
-    """Return a block whose first forward pass goes into the stream's statistics, if there are any."""
-    if method.statistics is None or not collect:
-        return nullcontext()
-    running = method.model if learn else method.predicting
-    return method.statistics.collect(running.net)

@@ -1,4 +1,8 @@
-"""Methods with a pure objective: they write one function, and schedule, ranks and fast path follow from their type."""
+"""Methods with a pure objective: they write one function, and schedule, ranks and fast path follow from their type.
+
+On a GPU the fast path captures all that is written here once and replays it. So it reads no values: what depends on
+them is chosen by masks and `torch.where`, and what a method keeps is changed in place.
+"""
 
 from collections.abc import Sequence
 
@@ -28,10 +32,24 @@ class ObjectiveMethod(Method):
         """Return the scalar to lower."""
         raise TypeError(f"{type(self).__name__} defines no objective")
 
+    def teaches(self, logits: Tensor) -> Tensor | None:
+        """Return whether there is something to learn from a batch, one bool on its device; None: there always is."""
+        return None
+
+    def learned(self, seen: Pass, made: Tensor | bool = True) -> None:
+        """Follow an update, given the forward pass from before it: for averages that a method keeps.
+
+        Args:
+            made: whether there was an update; if not, nothing may change. On the fast path, one bool on the device.
+        """
+
     def look(self, x: Tensor) -> Pass:
         logits, features = self.model.features(self.views(x))
         return Pass(self.merge(logits), features)
 
     def loss(self, x: Tensor) -> tuple[Pass, Tensor | None]:
         seen = self.look(x)
+        teaches = self.teaches(seen.logits)
+        if teaches is not None and self.ranks.all(~teaches):
+            return seen, None
         return seen, self.objective(*seen)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
 from mgtta._lib.errors import unknown as unknown_name
+from mgtta._lib.names import spelled
 from mgtta.adaptation.method import Events, Method
 from mgtta.adaptation.shift import Arriving, ShiftDetector, is_count
 from mgtta.adaptation.state import load
@@ -85,10 +86,11 @@ class Recalled(Wrapper):
     state_name = "recall"
 
     def __init__(self, method: Method | Wrapper, most: int, unknown: str = "continue"):
+        name = spelled(method.name)
         if method.optimizer is None:
-            raise ValueError(f"{method.name} learns no state by gradients that recall could keep: leave recall out")
+            raise ValueError(f"{name} learns no state by gradients that recall could keep: leave recall out")
         if method.ranks.size > 1:
-            raise ValueError(f"recall judges by the images of its own rank: {method.name} cannot recall over ranks")
+            raise ValueError(f"recall judges by the images of its own rank: {name} cannot recall over ranks")
         if unknown not in UNKNOWN:
             raise unknown_name("start of an unknown domain", unknown, UNKNOWN)
         super().__init__(method)
@@ -101,6 +103,9 @@ class Recalled(Wrapper):
     def domains(self) -> Domains:
         """What is known of the present domain and of those before it."""
         self._settle()
+        if self._held:
+            self._measure_held()
+            self._settle()
         return self._domains
 
     @property
@@ -115,8 +120,7 @@ class Recalled(Wrapper):
         self.model.check(x)
         self._settle()
         x = x.to(next(self.model.parameters()).device, non_blocking=True)  # once, for both who look at it
-        self._domains.images += len(x)
-        self._arriving.send(self._measure(x), self._domains.images)  # a GPU has it ready before it ends the step
+        self._hold(x)
         return self.method.step(x, learn)
 
     def predict(self, x: Tensor) -> Tensor:
@@ -126,8 +130,29 @@ class Recalled(Wrapper):
     def begin(self) -> None:
         self._domains = Domains()
         self._arriving = Arriving()
+        self._held: list[Tensor] = []  # images that a GPU has not measured yet: it takes as long for one as for many
 
     # --- looking at batches
+
+    def _hold(self, x: Tensor) -> None:
+        """Measure a batch; on a GPU, as soon as there are enough images for a look."""
+        if self._held and (self._held[0].shape[1:], self._held[0].dtype) != (x.shape[1:], x.dtype):
+            self._measure_held()
+            self._settle()
+        self._domains.images += len(x)
+        waiting = self._domains.count + sum(map(len, self._held)) + len(x)
+        if x.is_cuda and waiting < LOOK_IMAGES:
+            self._held.append(x.detach().clone())
+            return
+        self._held.append(x)
+        self._measure_held()
+
+    def _measure_held(self) -> None:
+        x = self._held[0]
+        if len(self._held) > 1:
+            x = torch.cat(self._held)
+        self._held = []
+        self._arriving.send(self._measure(x), self._domains.images)  # a GPU has it ready before it ends the step
 
     @torch.no_grad()
     def _measure(self, x: Tensor) -> Tensor:
@@ -273,7 +298,7 @@ class Recalled(Wrapper):
     # --- what is saved
 
     def snapshot(self) -> dict[str, Any]:
-        self._settle()  # which may load another state
+        _ = self.domains  # judging the last batch may load another state
         return super().snapshot()
 
     def own(self) -> dict[str, Any]:
@@ -310,8 +335,8 @@ class Recalled(Wrapper):
             method.restore(before)
 
     def load_own(self, checked: Domains) -> None:
+        self.begin()
         self._domains = checked
-        self._arriving = Arriving()
 
 
 def first_frozen_layer(method: Method) -> str | None:

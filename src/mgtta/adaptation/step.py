@@ -7,6 +7,7 @@ Shapes: N images, C classes, d_i features of layer i.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ class Engine(Protocol):
     """How a method predicts and learns, and how often it has learned."""
 
     precision: str
+    by_modules: bool  # True: only predict, module by module, as the hooks and statistics in the network stand
     updates: int  # since the last reset
     skipped: int  # batches that were predicted but not learned from, because something was not finite
 
@@ -36,14 +38,20 @@ class Engine(Protocol):
     def graph_bytes(self) -> int:
         """GPU memory that torch does not count as allocated."""
 
+    def step(self, x: Tensor, learn: bool, observe: bool, collect: bool) -> Pass:
+        """Predict x, learn from it, and return the caller's logits, and the features. The arguments: Method.step."""
+
     def predict(self, x: Tensor) -> Pass:
         """Predict x as the method stands."""
 
     def adapt(self, x: Tensor) -> Pass:
         """Predict x, then make one update or count a skip."""
 
-    def warm_up(self, x: Tensor) -> None:
+    def warm_up(self, x: Tensor, observe: bool = True) -> None:
         """Prepare for batches of this shape; may change the method's state."""
+
+    def apart(self, x: Tensor) -> AbstractContextManager[None]:
+        """Return a block that uses x, and for whose work on a GPU the caller does not wait."""
 
     def moving(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Prepare for `fn`, a move to a device or dtype, to be applied to all tensors of the method."""
@@ -53,12 +61,24 @@ class EagerEngine:
     """The step in plain PyTorch."""
 
     precision = "fp32"
+    by_modules = True
     graph_bytes = 0
 
     def __init__(self, method: "Method"):
         self.method = method
         self.updates = 0
         self.skipped = 0
+
+    def step(self, x: Tensor, learn: bool, observe: bool, collect: bool) -> Pass:
+        method = self.method
+        with torch.set_grad_enabled(learn), _collecting(method, learn, collect):
+            seen = method.adapt(x) if learn else self.predict(x)
+        with torch.no_grad():
+            seen = Pass(seen.logits.detach(), [f.detach() for f in seen.features])
+            logits = method.answer(seen)
+            if observe:
+                method.observe(seen)
+        return Pass(logits, seen.features)
 
     @torch.no_grad()
     def predict(self, x: Tensor) -> Pass:
@@ -67,6 +87,7 @@ class EagerEngine:
     def adapt(self, x: Tensor) -> Pass:
         if self.method.optimizer is None:
             return self.method.look(x)
+        self.method.begin_step(x)
         seen, loss = self.method.loss(x)
         if not self.method.ranks.all(seen.logits.isfinite().all()):
             self.skipped += 1
@@ -111,8 +132,11 @@ class EagerEngine:
                 torch._foreach_lerp_(params, list(method.origin), method.pull)
         self.updates += 1
 
-    def warm_up(self, x: Tensor) -> None:
+    def warm_up(self, x: Tensor, observe: bool = True) -> None:
         """Do nothing: there is nothing to compile."""
+
+    def apart(self, x: Tensor) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def moving(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Do nothing: all tensors belong to the method."""
@@ -121,3 +145,11 @@ class EagerEngine:
 def pace(updates: Number, decay: float) -> Number:
     """Return the factor on the learning rate after so many updates: 1 / sqrt(1 + updates / decay)."""
     return (1 + updates / decay) ** -0.5
+
+
+def _collecting(method: "Method", learn: bool, collect: bool) -> AbstractContextManager[None]:
+    """Return a block whose first forward pass goes into the stream's statistics, if there are any."""
+    if method.statistics is None or not collect:
+        return nullcontext()
+    running = method.model if learn else method.predicting
+    return method.statistics.collect(running.net)

@@ -41,7 +41,7 @@ Resume = Annotated[Path | None, typer.Option(help="Checkpoint file; if it exists
 Methods = Annotated[str, typer.Option(help="Names, separated by commas; see `mgtta list`.")]
 Corruptions = Annotated[str, typer.Option(help="Names, separated by commas; by default the 15 of ImageNet-C.")]
 Precision = Annotated[
-    str, typer.Option(help="fp32: exact; bf16, fp8: the fast path; auto: bf16 for a ViT on a GPU, else fp32.")
+    str, typer.Option(help="fp32: exact; bf16, fp8: the fast path; auto: bf16 on a GPU where that works, else fp32.")
 ]
 Timeout = Annotated[float, typer.Option(help="Under torchrun: seconds to wait for another rank.")]
 

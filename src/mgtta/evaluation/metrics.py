@@ -77,13 +77,14 @@ class Tally:
 
     def update(self, logits: Tensor, labels: Tensor | None, late: bool = False) -> None:
         """Add a batch; with `late`, its accuracy counts as `remaining`, too."""
+        images = logits.shape[0]
         scored = None
-        if labels is not None and len(labels):
+        if labels is not None and labels.shape[0]:
             scored = (logits, labels)
-            if self.held > len(logits):  # the method may write its next logits into the same memory
+            if self.held > images:  # the method may write its next logits into the same memory
                 scored = (logits.detach().clone(), labels.clone())
-        self._waiting.append(_Batch(len(logits), late, scored))
-        self._images_waiting += len(logits)
+        self._waiting.append(_Batch(images, late, scored))
+        self._images_waiting += images
         if self._images_waiting >= self.held:
             self.settle()
 
@@ -96,7 +97,7 @@ class Tally:
         for batch in waiting:
             labelled = 0
             if batch.scored is not None:
-                labelled = len(batch.scored[1])
+                labelled = batch.scored[1].shape[0]
             counts = _counts(batch.images, list(islice(judged, labelled)))
             self._add(self.total(counts), batch.late)
 
@@ -123,9 +124,10 @@ class Tally:
         self._right += int(right)
         self._right_of_five += int(right_of_five)
         for i, row in enumerate(self.bins):
-            row[0] += bins[3 * i]
-            row[1] += bins[3 * i + 1]
-            row[2] += bins[3 * i + 2]
+            if bins[3 * i]:  # with batches of one, nearly all are empty
+                row[0] += bins[3 * i]
+                row[1] += bins[3 * i + 1]
+                row[2] += bins[3 * i + 2]
         if late:
             self._late_labelled += int(labelled)
             self._late_right += int(right)

@@ -16,6 +16,7 @@ from mgtta.models.classifier import Classifier
 from mgtta.models.head import logits_of
 from mgtta.models.hooks import own_hook
 from mgtta.models.norms import blocks_of, dotted, norm_layers
+from mgtta.models.statistics import StreamStatistics
 
 How = Callable[[Callable[..., Any]], Callable[..., Any]]  # a function -> the same function, or it compiled
 
@@ -69,23 +70,48 @@ class Hooked:
 
     Args:
         recompute: keep no activations inside a block, but compute them again in the backward pass; not compiled.
+        statistics: those of the stream, of BatchNorm layers; they follow batches while `collecting` is True.
     """
 
-    def __init__(self, model: Classifier, recompute: bool):
+    def __init__(self, model: Classifier, recompute: bool, statistics: StreamStatistics | None = None):
         shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
         shared[id(model.full_precision)] = model.full_precision
         self.model = copy.deepcopy(model, shared)
         self.recompute = recompute
+        self.collecting = False
+        self.statistics = statistics
+        for i, name in enumerate([] if statistics is None else statistics.layers):
+            self.model.net.get_submodule(name).register_forward_pre_hook(partial(self._collect, i))
         self.reader = self.model.reader()
+        if _is_convolutional(self.model):
+            self.model.net.to(memory_format=torch.channels_last)  # which convolutions in bfloat16 are made for
+            self.model.net.register_forward_pre_hook(_last_channels)
         for name in blocks_of(self.model.net) if recompute else ():
             block = self.model.net.get_submodule(name)
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
     def __call__(self, x: Tensor, how: How) -> tuple[Tensor, list[Tensor]]:
         """Return the logits, and the features of each layer."""
-        if self.recompute:
-            return _hooked(self, x)
-        return how(_hooked)(self, x)
+        if not self.recompute:
+            return how(_hooked)(self, x)
+        found = _hooked(self, x)
+        self.collecting = False  # blocks run again in the backward pass
+        return found
+
+    def _collect(self, i: int, _layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if self.collecting:
+            assert self.statistics is not None
+            self.statistics.update(i, inputs[0])
+
+
+def _is_convolutional(model: Classifier) -> bool:
+    """Return True for a network on a GPU with more convolutions than that of its patches."""
+    convolutions = [module for module in model.net.modules() if isinstance(module, nn.Conv2d)]
+    return len(convolutions) > 1 and convolutions[0].weight.is_cuda
+
+
+def _last_channels(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return inputs[0].contiguous(memory_format=torch.channels_last), *inputs[1:]
 
 
 def _hooked(network: Hooked, x: Tensor) -> tuple[Tensor, list[Tensor]]:

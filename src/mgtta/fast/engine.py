@@ -5,18 +5,18 @@ kept for them. Norm layers compute in float32, and so do logits, the statistics 
 moments and memory: small updates are not rounded away.
 
 On a GPU the network, the objective and the optimizer's step are compiled, and the whole step (images in, forward,
-objective, backward, update, or none if something is not finite) is captured as a CUDA graph, one for each shape of
-batch, and replayed. Compiling takes half a minute and saves some milliseconds a batch: so a shape runs uncompiled until
-it has come `PATIENCE` times, or `warm_up` asks for it. Reset and load copy into the tensors that a graph holds, so the
-graph stays.
+objective, backward, update, or none if something is not finite, answer, running means) is captured as a CUDA graph, one
+for each shape of batch, and replayed. Capturing takes less than a second. Compiling takes half a minute and saves some
+milliseconds a batch: so a shape runs uncompiled until it has come COMPILE_BATCHES times, unless `warm_up` asks for it
+or torch has its compiled code on disk. Reset and load copy into the tensors that a graph holds, so the graph stays.
 
 With "fp8" gradients pass the MLPs of a plain ViT in 8 bits: see mgtta.fast.mlp. The forward pass is the same.
 """
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
@@ -24,17 +24,28 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mgtta._lib.names import spelled
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.objective import ObjectiveMethod
+from mgtta.adaptation.state import own_buffers
 from mgtta.adaptation.step import Pass
 from mgtta.fast.bf16 import Hooked, lower
 from mgtta.fast.flat import RULES, FlatStep
+from mgtta.fast.remembered import is_remembered, remember
+from mgtta.fast.rounded import RoundedEngine, check_dtypes
 from mgtta.fast.vit import ViT
+from mgtta.models.classifier import Classifier
 from mgtta.models.norms import norm_parameters
 
-PATIENCE_BATCHES = 2000  # of a shape, before it is compiled: by then they have cost as much as compiling saves
-KEPT_GRAPHS = 4  # the latest ones
+CAPTURE_BATCHES = 8  # of a shape, before it is captured, which takes less than a second
+COMPILE_BATCHES = 2000  # of a shape, before it is compiled: by then they have cost as much as compiling saves
+KEPT_GRAPHS = 8  # the latest ones; they share one pool of memory
 RECOMPILES = 512  # that dynamo allows: all methods of a process share what is compiled
+KNOWN = tuple(
+    f"{package}.{kind}"
+    for package in ("timm.models", "torchvision.models")
+    for kind in ("convnext", "resnet", "swin_transformer", "vision_transformer")
+)  # modules of networks that "auto" takes
 FLOAT8_IS_FOR = "that is for a plain ViT of timm's whose widths 16 divides, where 8-bit floats can be multiplied"
 ATTENTION = [  # the first that works
     SDPBackend.CUDNN_ATTENTION,
@@ -46,25 +57,37 @@ ATTENTION = [  # the first that works
 How = Callable[[Callable[..., Any]], Callable[..., Any]]  # a function -> itself, or compiled
 
 
-def fits(method: Method, precision: str) -> TypeGuard[ObjectiveMethod]:
+def engine_for(method: Method, precision: str, low_memory: bool) -> "FastEngine | RoundedEngine | None":
+    """Return the engine of the fast path; None if "auto" does not take it. "bf16" and "fp8" take it or are refused."""
+    if not fits(method, precision):
+        return None
+    if not is_captured(method):
+        if low_memory:
+            raise ValueError(f"low_memory is for steps that can be captured, and {method.name}'s cannot: leave it out")
+        return RoundedEngine(method)
+    return FastEngine(method, low_memory, "bf16" if precision == "auto" else precision)
+
+
+def fits(method: Method, precision: str) -> bool:
     """Return True if the method takes the fast path: with "auto" it may, with "bf16" or "fp8" it must or is refused."""
     reason = refusal(method, precision)
     if precision == "auto":
-        known = reason is None and method.max_seconds is None and ViT.fits(method.model)
+        known = reason is None and method.max_seconds is None and is_known(method.model)
         return known and _has_bfloat16(next(method.model.parameters()).device)
     if reason is not None:
         other = "fp32" if precision == "bf16" or refusal(method, "bf16") else "bf16"
-        raise ValueError(f"precision={precision!r} is not for {method.name}: {reason}; take precision={other!r}")
+        raise ValueError(
+            f"precision={precision!r} is not for {spelled(method.name)}: {reason}; take precision={other!r}"
+        )
     return True
 
 
 def refusal(method: Method, precision: str) -> str | None:
     """Return what keeps a method from the fast path; None if nothing does."""
-    if not isinstance(method, ObjectiveMethod) or any(
-        getattr(type(method), name) is not getattr(ObjectiveMethod, name) for name in ("adapt", "loss", "look")
-    ):
+    captured = is_captured(method)
+    if not captured and not method.may_be_rounded:
         return "what it does depends on the values in a batch, not only on its shape"
-    if method.optimizer is not None and type(method.optimizer) not in RULES:
+    if captured and method.optimizer is not None and type(method.optimizer) not in RULES:
         return f"its optimizer is {type(method.optimizer).__name__}"
     if not {id(p) for p in method.adapted.values()} <= {id(p) for p in norm_parameters(method.model)}:
         return "it adapts parameters outside normalisation layers, which would be rounded"
@@ -72,9 +95,21 @@ def refusal(method: Method, precision: str) -> str | None:
         return "its model is not float32"
     if method.ranks.size > 1:
         return "ranks share its batches"
-    if precision == "fp8" and not ViT.fits_float8(method.model):
+    if precision == "fp8" and not (captured and ViT.fits_float8(method.model)):
         return FLOAT8_IS_FOR
     return None
+
+
+def is_captured(method: Method) -> TypeGuard[ObjectiveMethod]:
+    """Return True if a method's step does not depend on the values in a batch, so that a graph can hold it."""
+    return isinstance(method, ObjectiveMethod) and all(
+        getattr(type(method), name) is getattr(ObjectiveMethod, name) for name in ("adapt", "loss", "look")
+    )
+
+
+def is_known(model: Classifier) -> bool:
+    """Return True for networks that are known to run in bfloat16; others may hold float32 tensors of their own."""
+    return type(model.net).__module__ in KNOWN
 
 
 def _has_bfloat16(device: torch.device) -> bool:
@@ -104,18 +139,22 @@ class FastEngine:
     def forget(self) -> None:
         """Drop all that is bound to tensors which have moved elsewhere."""
         self.compiles = True
+        self.captures = True
+        self.by_modules = False  # run the network module by module, as its hooks and statistics stand; only predict
         self.network: ViT | Hooked | None = None
         self.flat: FlatStep | None = None
         self.seen: Counter[Any] = Counter()
         self.graphs: dict[Any, Captured] = {}
+        self.buffers: list[tuple[Any, str, Tensor]] = []  # owner, name, and the tensor that graphs hold
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None  # on which graphs are captured: those of one pool share it
+        self.beside: torch.cuda.Stream | None = None  # on which `apart` runs
+        self.behind: torch.cuda.Event | None = None  # the end of what runs there
         self.pending = False  # True if the device has counts that are not read yet
         self.known_updates = -1  # as `flat` knows them
 
     def moving(self, fn: Callable[[Tensor], Tensor]) -> None:
-        if any(fn(torch.empty(0, dtype=dtype)).dtype != dtype for dtype in (torch.float32, torch.bfloat16)):
-            raise TypeError(f"precision={self.precision!r} has its own dtypes: take precision='fp32' for others")
+        check_dtypes(fn, self.precision)
         self._settle()
         self.forget()
 
@@ -151,6 +190,7 @@ class FastEngine:
         self._skipped = value
 
     def _settle(self) -> None:
+        self._catch_up()
         if self.pending and self.flat is not None:
             self.pending = False
             made, left_out = self.flat.settle()
@@ -170,46 +210,64 @@ class FastEngine:
 
     # --- the step
 
-    def predict(self, x: Tensor, now: bool = False) -> Pass:
-        self.method.model.check(x)
-        with torch.inference_mode(False), torch.no_grad():
-            return self._run(self._predict, x, now)
-
-    def adapt(self, x: Tensor, now: bool = False) -> Pass:
-        """Predict x, then make one update or count a skip.
+    def step(self, x: Tensor, learn: bool, observe: bool, collect: bool, now: bool = False) -> Pass:
+        """Do the step of `Engine`.
 
         Args:
             now: compile and capture at once, however rare the shape.
         """
-        if self.method.optimizer is None:
-            return self.predict(x, now)
-        self.method.model.check(x)
-        self._lay_out(x)
+        self._catch_up()
+        method = self.method
+        method.model.check(x)
+        if self.by_modules:
+            with torch.no_grad():
+                seen = method.look(x)
+                return Pass(_answered(method, *seen, observe), seen.features)
+        learn = learn and method.optimizer is not None
+        if learn:
+            method.begin_step(x)
+            self._lay_out(x)
+            self._take_in()
+            self.pending = True
+        part = Part(learn, observe and self.observes, collect and method.statistics is not None)
+        with torch.inference_mode(False), torch.set_grad_enabled(learn):
+            return self._run(part, x, now)
+
+    def predict(self, x: Tensor) -> Pass:
+        return self.step(x, learn=False, observe=False, collect=False)
+
+    def adapt(self, x: Tensor) -> Pass:
+        return self.step(x, learn=True, observe=False, collect=False)
+
+    def warm_up(self, x: Tensor, observe: bool = True) -> None:
+        self.step(x, False, observe, True, now=True)
+        self.step(x, True, observe, True, now=True)
+
+    @property
+    def observes(self) -> bool:
+        """True if the method follows batches."""
+        return type(self.method).observe is not ObjectiveMethod.observe
+
+    def _step(self, part: "Part", x: Tensor, how: How) -> Pass:
+        seen = self._look(x, how, part.collect)
+        if part.learn:
+            self._learn(seen, how)
+        seen = Pass(seen.logits.detach(), [f.detach() for f in seen.features])
+        with torch.no_grad():
+            if part.observe or type(self.method).answer is not ObjectiveMethod.answer:
+                return Pass(how(_answered)(self.method, *seen, part.observe), seen.features)
+        return seen
+
+    def _learn(self, seen: Pass, how: How) -> None:
         assert self.flat is not None
-        self.flat.take_in()
-        if self.known_updates != self._updates:  # a reset, a load or a guard has set it
-            self.known_updates = self._updates
-            self.flat.age.fill_(self._updates)
-        self.pending = True
-        return self._run(self._adapt, x, now)
-
-    def warm_up(self, x: Tensor) -> None:
-        self.predict(x, now=True)
-        with torch.enable_grad():
-            self.adapt(x, now=True)
-
-    def _predict(self, x: Tensor, how: How) -> Pass:
-        return self._look(x, how)
-
-    def _adapt(self, x: Tensor, how: How) -> Pass:
-        assert self.flat is not None
-        seen = self._look(x, how)
         loss = how(_objective)(self.method, *seen)
-        how(_step)(self.flat, torch.autograd.grad(loss, self.flat.params), seen.logits, loss)
-        return Pass(seen.logits.detach(), [f.detach() for f in seen.features])
+        grads = torch.autograd.grad(loss, self.flat.params)
+        how(_update)(self.method, self.flat, grads, seen.logits.detach(), [f.detach() for f in seen.features], loss)
 
-    def _look(self, x: Tensor, how: How) -> Pass:
-        logits, features = self._net()(self.method.views(x), how)
+    def _look(self, x: Tensor, how: How, collect: bool = False) -> Pass:
+        network = self._net()
+        network.collecting = collect
+        logits, features = network(self.method.views(x), how)
         return Pass(self.method.merge(logits), features)
 
     def _lay_out(self, x: Tensor) -> None:
@@ -226,6 +284,14 @@ class FastEngine:
         origin = [method.origin[i] for i in moved]
         self.flat = FlatStep(method.optimizer, params, origin, method.decay, method.pull)
 
+    def _take_in(self) -> None:
+        """Follow whatever a reset, a load or a guard did to the optimizer and to the number of updates."""
+        assert self.flat is not None
+        self.flat.take_in()
+        if self.known_updates != self._updates:
+            self.known_updates = self._updates
+            self.flat.age.fill_(self._updates)
+
     @property
     def _device(self) -> torch.device:
         return next(self.method.model.parameters()).device
@@ -239,51 +305,158 @@ class FastEngine:
             if ViT.fits(model):
                 self.network = ViT(model, self.low_memory, float8)
             else:
-                self.network = Hooked(model, self.low_memory)
+                self.network = Hooked(model, self.low_memory, self.method.statistics)
         return self.network
+
+    # --- beside the caller's own work
+
+    @contextmanager
+    def apart(self, x: Tensor) -> Iterator[None]:
+        """Let what is launched in the block run after all before it, and not before what the caller launches next.
+
+        A GPU then gives the caller's last logits while it still learns. The next call of the engine waits for it.
+
+        Args:
+            x: the images that are used in the block.
+        """
+        device = self._device
+        if device.type != "cuda":
+            yield
+            return
+        if self.beside is None:
+            self.beside = torch.cuda.Stream(device)
+        self.beside.wait_stream(torch.cuda.current_stream(device))
+        if x.is_cuda:
+            x.record_stream(self.beside)
+        try:
+            with torch.cuda.stream(self.beside):
+                yield
+        finally:
+            self.behind = self.beside.record_event()
+
+    def _catch_up(self) -> None:
+        """Let the present stream wait for what runs apart."""
+        if self.behind is not None:
+            torch.cuda.current_stream(self._device).wait_event(self.behind)
+            self.behind = None
 
     # --- compiling and capturing
 
-    def _run(self, run: Callable[[Tensor, How], Pass], x: Tensor, now: bool) -> Pass:
-        key = (run.__name__, x.shape, x.dtype)
-        if key not in self.graphs:
-            device = self._device
-            self.seen[key] += 1
-            if device.type != "cuda" or not (now or self.seen[key] > PATIENCE_BATCHES):
-                with _on(device):
-                    return run(x, _as_it_is)
-            self._lay_out(x)
-            while len(self.graphs) >= KEPT_GRAPHS:
-                del self.graphs[next(iter(self.graphs))]
-            self.graphs[key] = self._capture(run, x.to(device, copy=True))
-        self.graphs[key] = captured = self.graphs.pop(key)  # the latest
+    def _run(self, part: "Part", x: Tensor, now: bool) -> Pass:
+        key = (part, x.shape, x.dtype)
+        self.seen[key] += 1
+        device = self._device
+        if device.type == "cuda":
+            self._prepare(key, x, now)
+        captured = self.graphs.pop(key, None)
+        if captured is None:
+            with _on(device):
+                return self._step(part, x, _as_it_is)
+        self.graphs[key] = captured  # the latest
+        self._follow_buffers()
         return captured(x)
 
-    def _capture(self, run: Callable[[Tensor, How], Pass], x: Tensor) -> "Captured":
-        changed = [] if self.flat is None else self.flat.tensors
+    def _prepare(self, key: Any, x: Tensor, now: bool) -> None:
+        """Capture a step of this key, and compile it, as soon as each pays."""
+        count = self.seen[key]
+        compiled = self.compiles and (now or count > COMPILE_BATCHES)
+        captured = self.graphs.get(key)
+        if not self.captures or (captured is not None and (captured.compiled or not compiled)):
+            return
+        if not (now or compiled or count > CAPTURE_BATCHES):
+            return
+        compiled = compiled or (self.compiles and self._compiled_before(key))
+        self.graphs.pop(key, None)
+        self._lay_out(x)
+        while len(self.graphs) >= KEPT_GRAPHS:
+            del self.graphs[next(iter(self.graphs))]
+        made = self._capture(key[0], x.to(self._device, copy=True), compiled)
+        if made is not None:
+            self.graphs[key] = made
+            if made.compiled:
+                remember(self._described(key))
+
+    def _compiled_before(self, key: Any) -> bool:
+        """Return whether an earlier run has left compiled code for such a step on this machine."""
+        return is_remembered(self._described(key))
+
+    def _described(self, key: Any) -> str:
+        model = self.method.model
+        size = sum(p.numel() for p in model.parameters())
+        gpu = torch.cuda.get_device_name(self._device)
+        own = (type(self.method).__name__, type(self.method.optimizer).__name__, self.low_memory, self.precision)
+        return repr((type(model.net).__name__, model.name, size, gpu, torch.__version__, own, key))
+
+    def _capture(self, part: "Part", x: Tensor, compiled: bool) -> "Captured | None":
+        """Return a captured step; None if it cannot be captured."""
+        self._hold_buffers(x)
+        changed = [held for _, _, held in self.buffers]
+        if self.flat is not None:
+            changed += self.flat.tensors
         before = [t.clone() for t in changed]
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
             self.stream = torch.cuda.Stream(x.device)
         place = GraphPlace(self.pool, self.stream)
+        run = partial(self._step, part, x)
+        name = self.method.model.name
         try:
-            if self.compiles:
+            if compiled:
                 try:
-                    return Captured(partial(run, x, _compiled), x, place)
+                    return Captured(partial(run, _compiled), x, place, compiled=True)
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as error:  # a compiler fails in any way; without it all works, only slower
                     self.compiles = False
-                    warnings.warn(
-                        f"torch.compile does not manage {self.method.model.name} ({type(error).__name__}: {error}): "
-                        "the fast path continues without it",
-                        stacklevel=2,
-                    )
-            return Captured(partial(run, x, _as_it_is), x, place)
+                    _warn(f"torch.compile does not manage {name}", error, "continues without it")
+            try:
+                return Captured(partial(run, _as_it_is), x, place)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                self.captures = False
+                _warn(f"a CUDA graph does not hold a step of {self.method.name} on {name}", error, "runs without one")
+                return None
         finally:
             with torch.no_grad():
                 for t, value in zip(changed, before, strict=True):
                     t.copy_(value)
+
+    def _hold_buffers(self, x: Tensor) -> None:
+        """Note where the method's own buffers are, which graphs will read and write."""
+        self._follow_buffers()
+        if not all(held.numel() for held in own_buffers(self.method).values()):  # they get their size from a batch
+            with _on(self._device), torch.no_grad():
+                self.method.objective(*self._look(x[:2], _as_it_is))
+        self.buffers = []
+        for name, held in own_buffers(self.method).items():
+            path, _, attribute = name.rpartition(".")
+            self.buffers.append((self.method.get_submodule(path), attribute, held))
+
+    @torch.no_grad()
+    def _follow_buffers(self) -> None:
+        """Take in whatever a reset or a load has put in the place of the method's own buffers."""
+        for owner, name, held in self.buffers:
+            found = getattr(owner, name)
+            if found is held:
+                continue
+            if found.numel():
+                held.copy_(found)
+            else:  # one that gets its size from the first batch
+                held.zero_()
+            setattr(owner, name, held)
+
+
+def _warn(what: str, error: Exception, then: str) -> None:
+    warnings.warn(f"{what} ({type(error).__name__}: {error}): the fast path {then}", stacklevel=2)
+
+
+class Part(NamedTuple):
+    """What a step does; each kind has graphs of its own. See Method.step."""
+
+    learn: bool
+    observe: bool
+    collect: bool
 
 
 class GraphPlace(NamedTuple):
@@ -301,8 +474,9 @@ class Captured:
         held: by how much the graphs' common pool has grown for it, gaps between tensors included.
     """
 
-    def __init__(self, run: Callable[[], Pass], x: Tensor, place: GraphPlace):
+    def __init__(self, run: Callable[[], Pass], x: Tensor, place: GraphPlace, compiled: bool = False):
         self.x = x
+        self.compiled = compiled
         self.graph = torch.cuda.CUDAGraph()
         before = torch.cuda.Stream(x.device)
         before.wait_stream(torch.cuda.current_stream(x.device))
@@ -345,8 +519,25 @@ def _objective(method: ObjectiveMethod, logits: Tensor, features: Sequence[Tenso
     return method.objective(logits, features)
 
 
-def _step(flat: FlatStep, grads: tuple[Tensor, ...], logits: Tensor, loss: Tensor) -> None:
-    flat.step(grads, logits.detach().isfinite().all() & loss.detach().isfinite())
+def _update(
+    method: ObjectiveMethod,
+    flat: FlatStep,
+    grads: tuple[Tensor, ...],
+    logits: Tensor,
+    features: Sequence[Tensor],
+    loss: Tensor,
+) -> None:
+    sound = logits.isfinite().all() & loss.detach().isfinite()
+    made = flat.step(grads, sound, method.teaches(logits))
+    method.learned(Pass(logits, features), made)
+
+
+def _answered(method: ObjectiveMethod, logits: Tensor, features: Sequence[Tensor], observe: bool) -> Tensor:
+    seen = Pass(logits, features)
+    answer = method.answer(seen)
+    if observe:
+        method.observe(seen)
+    return answer
 
 
 def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -143,20 +143,25 @@ class FlatStep:
                 state.zero_()
 
     @torch.no_grad()
-    def step(self, grads: Sequence[Tensor], sound: Tensor) -> None:
-        """Make one update if `sound` and all gradients are finite; otherwise only count the skip."""
+    def step(self, grads: Sequence[Tensor], sound: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """Make one update if `sound` and all gradients are finite, and if it is wanted; return whether it was made.
+
+        What is not finite is counted as a skip.
+        """
         grad = torch.cat([g.flatten() for g in grads])
-        fine = sound & grad.isfinite().all()
+        finite = sound & grad.isfinite().all()
+        made = finite if wanted is None else finite & wanted
         update, state = self.rule(self, grad, self.state)
         for old, new in zip(self.state, state, strict=True):
-            old.copy_(torch.where(fine, new, old))
+            old.copy_(torch.where(made, new, old))
         rate = self.lr * pace(self.age, self.decay)
-        self.theta.sub_(torch.where(fine, rate * update, 0.0))
+        self.theta.sub_(torch.where(made, rate * update, 0.0))
         if self.pull:
-            self.theta.lerp_(self.origin, torch.where(fine, self.pull, 0.0))
-        self.t.add_(fine)
-        self.age.add_(fine)
-        self.counts.add_(torch.stack([fine, ~fine]))
+            self.theta.lerp_(self.origin, torch.where(made, self.pull, 0.0))
+        self.t.add_(made)
+        self.age.add_(made)
+        self.counts.add_(torch.stack([made, ~finite]))
+        return made
 
     def settle(self) -> tuple[int, int]:
         """Return the steps made and left out since the last call, and count them in the optimizer's state; waits."""

@@ -39,6 +39,7 @@ class ViT:
     def __init__(self, model: Classifier, recompute: bool, float8: bool = False):
         self.model = model
         self.recompute = recompute
+        self.collecting = False  # there are no BatchNorm layers
         self.net = cast(Any, model.net)
         self.keep = FLOAT8 if _has_float8(self.net.head.weight.device) else None  # dtype of normalised inputs
         early = [block.mlp for block in self.net.blocks[:-1]]

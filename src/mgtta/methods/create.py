@@ -53,9 +53,10 @@ def create(
         guard: True, or mgtta.Guard(...): watch for harm without labels, and answer with the source model meanwhile. A
             guarded method learns from at least 16 images together, unless `gather` says otherwise.
         precision: "fp32", exact; "bf16", the fast path: frozen weights in bfloat16, all that adapts in float32, on a
-            GPU compiled and captured; "fp8", the same with gradients that pass MLPs in 8 bits, for a plain ViT;
-            "auto", the default: "bf16" for methods with a pure objective if a plain ViT in float32 is on a GPU that
-            has bfloat16, and no ranks or seconds are named; otherwise "fp32".
+            GPU captured and compiled, or, for methods whose steps depend on values, only rounded; "fp8", the same with
+            gradients that pass MLPs in 8 bits, for a plain ViT; "auto", the default: "bf16" for methods that have it,
+            if a network of a known kind (ViT, Swin, ResNet, ConvNeXt of timm or torchvision) is in float32 on a GPU
+            that has bfloat16, and no ranks or seconds are named; otherwise "fp32".
         low_memory: on the fast path, recompute activations instead of keeping them: slower.
         schedule: "auto" learns at once after a shift and then more and more rarely.
         pull: after each update the adapted parameters go this share of the way back to the source.
@@ -134,9 +135,8 @@ def _set_engine(method: Method, precision: str, low_memory: bool) -> None:
     if precision in ("bf16", "fp8") and not on_gpu:
         check_bfloat16()
     if precision in ("bf16", "fp8") or (precision == "auto" and on_gpu):
-        from mgtta.fast.engine import FastEngine, fits  # compilers and kernels, only for those who ask
+        from mgtta.fast.engine import engine_for  # compilers and kernels, only for those who ask
 
-        if fits(method, precision):
-            method.engine = FastEngine(method, low_memory, "bf16" if precision == "auto" else precision)
+        method.engine = engine_for(method, precision, low_memory) or method.engine
     if low_memory and method.engine.precision == "fp32":
         raise ValueError("low_memory belongs to the fast path: precision='bf16' or 'fp8', with a method that has one")

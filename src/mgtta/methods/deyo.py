@@ -49,6 +49,7 @@ class DeYO(Method):
     """
 
     changes_images = True
+    may_be_rounded = True
     random: torch.Generator
     shares_batches = True
 

@@ -6,11 +6,12 @@ Notation    w  Fisher importance; theta_o  the source's parameters; beta = fishe
 """
 
 import os
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from mgtta.adaptation.method import OptimizerFactory
-from mgtta.adaptation.step import Pass
 from mgtta.methods._descent import Descent
 from mgtta.methods.eta import CODE, ETA, PAPER
 from mgtta.methods.registry import FISHER, register
@@ -57,13 +58,15 @@ class EATA(ETA):
         found = [values[name].to(p) for name, p in self.adapted.items()]
         self.importance = nn.ParameterList(nn.Parameter(w, requires_grad=False) for w in found)
 
-    def loss(self, x: Tensor) -> tuple[Pass, Tensor | None]:
-        seen, loss = super().loss(x)
-        if loss is not None:
-            loss = loss + self.forgetting()  # Eq. 8
-        return seen, loss
+    def objective(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
+        return super().objective(logits, features) + self.forgetting()  # Eq. 8
 
-    def forgetting(self) -> Tensor | float:
+    def forgetting(self) -> Tensor:
         """Return beta * R: the squared distance from the source, weighed by importance (Eq. 7)."""
-        terms = zip(self.importance, self.adapted.values(), self.origin, strict=True)
-        return self.fisher_weight * sum((w * (p - p_o).square()).sum() for w, p, p_o in terms)
+        theta, theta_o, w = map(_flat, (self.adapted.values(), self.origin, self.importance))
+        return self.fisher_weight * (w * (theta - theta_o).square()).sum()
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Return all values as one vector, with which a GPU does in a few steps what would take hundreds."""
+    return torch.cat([t.flatten() for t in tensors])

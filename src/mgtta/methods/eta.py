@@ -12,12 +12,14 @@ Notation    E  entropy of one prediction; E_0 = margin * ln C; eps = redundancy;
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from mgtta.adaptation.method import Method, OptimizerFactory
+from mgtta.adaptation.method import OptimizerFactory
+from mgtta.adaptation.objective import ObjectiveMethod
 from mgtta.adaptation.step import Pass
 from mgtta.losses import entropy
 from mgtta.methods._descent import Descent
@@ -38,7 +40,7 @@ PAPER = Paper("Efficient Test-Time Model Adaptation without Forgetting", "2204.0
     resnets={"lr": 2.5e-4},
     tries={"redundancy": (0.05, 0.4)},
 )
-class ETA(Method):
+class ETA(ObjectiveMethod):
     """Entropy of reliable, non-redundant images (Niu et al., ICML 2022).
 
     margin: E_0, in units of ln C.
@@ -46,7 +48,6 @@ class ETA(Method):
     authors' values, and by a power law for other numbers.
     """
 
-    shares_batches = True
     probs: Tensor
 
     def __init__(
@@ -61,14 +62,15 @@ class ETA(Method):
         self.learns(norm_parameters, optimizer)
         self.margin = margin
         self.redundancy = redundancy
-        self.register_buffer("probs", torch.empty(0))  # m; empty until there is one
+        self.register_buffer("probs", torch.empty(0))  # m; see `_average`
 
-    def loss(self, x: Tensor) -> tuple[Pass, Tensor | None]:
-        logits = self.model(x)
-        kept = self.kept(logits)
+    def objective(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
         E = self.uncertainty(logits)
         weight = (self.margin * math.log(logits.shape[1]) - E.detach()).exp()  # Eq. 3
-        return Pass(logits), self.ranks.mean((weight * E)[kept])  # Eq. 2
+        return self._mean_of_kept((weight * E)[:, None], self.kept(logits))[0]  # Eq. 2
+
+    def teaches(self, logits: Tensor) -> Tensor:
+        return self.kept(logits).any()
 
     def uncertainty(self, logits: Tensor) -> Tensor:
         """Return E of each prediction, which is lowered and by which images are chosen: (N, C) -> (N,)."""
@@ -79,20 +81,34 @@ class ETA(Method):
         logits = logits.detach()
         classes = logits.shape[1]
         reliable = self.uncertainty(logits) < self.margin * math.log(classes)  # Eq. 3
-        if not len(self.probs):
-            return reliable
         eps = self.redundancy
         if eps is None:
             eps = redundancy_for(classes)
-        similarity = cosine_similarity(logits.softmax(-1), self.probs[None], dim=1)
-        return reliable & (similarity < eps)  # Eq. 5
+        m = self._average(logits)
+        similarity = cosine_similarity(logits.softmax(-1), m[None], dim=1)
+        return reliable & ((similarity < eps) | ~m.any())  # Eq. 5
 
     @torch.no_grad()
-    def learned(self, seen: Pass) -> None:
-        logits = seen.logits
-        probs = self.ranks.mean(logits[self.kept(logits)].softmax(-1))
-        assert probs is not None  # or there would have been no update
-        self.probs = MOMENTUM * self.probs + (1 - MOMENTUM) * probs if len(self.probs) else probs  # Eq. 4
+    def learned(self, seen: Pass, made: Tensor | bool = True) -> None:
+        p = seen.logits.softmax(-1)
+        kept = self._mean_of_kept(p, self.kept(seen.logits))
+        m = self._average(seen.logits)
+        followed = torch.where(m.any(), MOMENTUM * m + (1 - MOMENTUM) * kept, kept)  # Eq. 4
+        m.copy_(torch.where(torch.as_tensor(made, device=m.device), followed, m))
+
+    def _average(self, logits: Tensor) -> Tensor:
+        """Return m (C,), which has a place of its own from the first batch on; zeros before there is one."""
+        if not len(self.probs):
+            self.probs = torch.zeros_like(logits[0])
+        return self.probs
+
+    def _mean_of_kept(self, values: Tensor, kept: Tensor) -> Tensor:
+        """Return the mean (D,) of the rows of values (N, D) that are kept, on all ranks; 0 if none is."""
+        chosen = torch.where(kept[:, None], values, 0)
+        found = self.ranks.mean(torch.cat([chosen, kept[:, None].to(values)], 1))
+        assert found is not None  # a batch has at least one image, on some rank
+        share = found[-1]
+        return found[:-1] / torch.where(share > 0, share, 1)
 
 
 def redundancy_for(classes: int) -> float:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from mgtta.adaptation.method import OptimizerFactory
-from mgtta.adaptation.step import Pass
 from mgtta.methods._descent import Descent
 from mgtta.methods.eta import ETA
 from mgtta.methods.registry import Paper, register
@@ -50,12 +49,11 @@ class RDumb(ETA):
         self.batches = 0  # since the last restart
         self.restarts = 0
 
-    def adapt(self, x: Tensor) -> Pass:
+    def begin_step(self, x: Tensor) -> None:
         self.model.check(x)
         if self.batches == self.every:
             self._restart()
         self.batches += 1
-        return super().adapt(x)
 
     @torch.no_grad()
     def _restart(self) -> None:
@@ -65,7 +63,7 @@ class RDumb(ETA):
         for p, value in zip(self.adapted.values(), self.origin, strict=True):
             p.copy_(value)
         self.optimizer.load_state_dict(self.start["optimizer"])
-        self.probs = self.probs[:0]
+        self.probs.zero_()
         self.batches = 0
         self.restarts += 1
 

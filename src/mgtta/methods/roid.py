@@ -40,6 +40,7 @@ class ROID(Method):
     """Weighted likelihood ratios, weights ensembled with the source, priors corrected (Marsden et al., WACV 2024)."""
 
     changes_images = True
+    may_be_rounded = True
     cannot_export = "it corrects predictions by the classes of a batch"
     random: torch.Generator
     probs: Tensor

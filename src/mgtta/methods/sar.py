@@ -50,6 +50,7 @@ class SAR(Method):
 
     engine: EagerEngine
     optimizer: SAM
+    may_be_rounded = True
     shares_batches = True
 
     def __init__(

@@ -1,0 +1,311 @@
+"""Parts of benchmarks/speed.py: other methods and networks, the first batches, batches of one, decoding, accuracy."""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import evaluate
+import torch
+from speed_tools import Contender, classifier, images, measure, method_of, needed, tent_as_usual
+from torch import Tensor
+
+import mgtta
+from mgtta._lib.profile import now
+from mgtta._lib.timm import timm
+from mgtta.adaptation.wrapper import innermost
+from mgtta.bench.needs import needs_fisher, needs_source
+from mgtta.data.streams import corrupted, stream
+from mgtta.fast import engine as fast
+from mgtta.fast.vit import ViT
+
+EVERY_IMAGE = {"margin": 1.1, "redundancy": 1.1}  # random weights are unsure of all images: filters let them pass
+METHODS: dict[str, dict[str, Any]] = {
+    "eta": EVERY_IMAGE,
+    "eata": EVERY_IMAGE,
+    "eata_come": EVERY_IMAGE,
+    "rdumb": EVERY_IMAGE,
+    "tent_come": {},
+    "sar": {"margin": 1.1, "recovery": 0.0},
+    "deyo": {"entropy_threshold": 1.1, "plpd_threshold": -1.0},
+    "roid": {},
+}
+NETWORKS: dict[str, dict[str, Any]] = {
+    "resnet50": {},
+    "convnext_tiny": {},
+    "swin_tiny_patch4_window7_224": {},
+    "vit_small_patch16_224": {"global_pool": "avg"},
+    "vit_base_patch16_224": {"reg_tokens": 4},
+}
+SMALL_NETWORKS: dict[str, dict[str, Any]] = {"test_resnet": {}, "test_vit": {"reg_tokens": 2}}  # with --quick
+PATH_CORRUPTIONS = ("gaussian_noise", "defocus_blur", "fog", "contrast", "jpeg_compression")
+PATH_SETTINGS: dict[str, dict[str, Any]] = {  # learning rates as in benchmarks/streams.py
+    "mgtta_plus": {},
+    "eata": {"lr": 2.5e-3},
+    "sar": {"lr": 1.5e-3},
+    "roid": {"lr": 7.5e-4},
+    "deyo": {"lr": 1.5e-4},
+}
+COMPILE_SECONDS = 45.0  # that are left for a network that is compiled
+INTERVAL_SECONDS = 0.02  # between two images that come one by one
+UNCAPTURED = fast.CAPTURE_BATCHES
+STAGED_BATCHES = 40  # of the first batches, after which a step is compiled
+
+
+def methods(args: argparse.Namespace) -> dict[str, Any]:
+    """Methods that choose images, in float32 and on the fast path."""
+    model = classifier(args.model, args.device)
+    x = images(model, args.batch, args.device)
+    chosen = list(METHODS)[:2] if args.quick else list(METHODS)
+    who = [
+        method_of(name, name, model, x, precision, seconds=10.0, **METHODS[name])
+        for name in chosen
+        for precision in ("fp32", "bf16")
+    ]
+    return {"model": args.model, "batch": args.batch, "rows": measure(who, args.rounds, args.device, args.deadline)}
+
+
+def networks(args: argparse.Namespace) -> dict[str, Any]:
+    """TENT and MGTTA on other networks, beside TENT as it is commonly written."""
+    cases = []
+    for name, changed in (SMALL_NETWORKS if args.quick else NETWORKS).items():
+        if args.deadline.left < 10:
+            break
+        try:
+            cases.append(_network(args, name, changed))
+        except Exception:  # the others may still work
+            traceback.print_exc(limit=4)
+        torch._dynamo.reset()
+    return {"batch": args.batch, "cases": cases}
+
+
+def _network(args: argparse.Namespace, name: str, changed: dict[str, Any]) -> dict[str, Any]:
+    device = args.device
+    torch.manual_seed(0)
+    model = mgtta.load_model(timm.create_model(name, **changed).to(device)).to(device)
+    x = images(model, args.batch, device)
+    pixels = x.float() / 255
+
+    def usual() -> Callable[[], object]:
+        net = timm.create_model(name, **changed).to(device).eval()
+        run = tent_as_usual(net, autocast=True)
+        return lambda: run(pixels)
+
+    who = [
+        Contender("TENT as usually written, autocast", usual, "bf16"),
+        method_of("TENT, captured", "tent", model, x, "bf16", compiled=False),
+        method_of("MGTTA, captured", "mgtta", model, x, "bf16", compiled=False),
+        method_of("TENT, compiled and captured", "tent", model, x, "bf16", seconds=COMPILE_SECONDS),
+    ]
+    label = " ".join([name, *(f"{key}={value}" for key, value in changed.items())])
+    return {"model": label, "blocks": ViT.fits(model), "rows": measure(who, args.rounds, device, args.deadline)}
+
+
+# --- the first batches
+
+
+def start(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the first batches of a stream in two processes, of which the second finds what the first has compiled."""
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(2):
+            if args.deadline.left < 20:
+                break
+            words = [sys.executable, __file__, args.model, str(args.batch), args.device]
+            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
+            done = subprocess.run(
+                words, env=environment, capture_output=True, text=True, timeout=args.deadline.left, check=False
+            )
+            print(done.stderr[-1500:], file=sys.stderr)
+            if done.returncode:
+                raise RuntimeError("the process of the first batches failed")
+            runs.append(json.loads(done.stdout.splitlines()[-1]))
+    return {"model": args.model, "batch": args.batch, "runs": runs}
+
+
+def first_batches(name: str, batch: int, device: str) -> dict[str, Any]:
+    """Return the seconds of the first batches of MGTTA, each until its predictions are read."""
+    fast.COMPILE_BATCHES = STAGED_BATCHES
+    model = classifier(name, device)
+    x = images(model, batch, device)
+    method = mgtta.create("mgtta", model, precision="bf16", **needed("mgtta", model, x))
+    found = []
+    for _ in range(STAGED_BATCHES + 20):
+        began = now()
+        method(x).argmax(1).tolist()
+        found.append(now() - began)
+    return {"seconds": found, "compiled": [captured.compiled for captured in method.engine.graphs.values()]}
+
+
+# --- batches of one
+
+
+def single(args: argparse.Namespace) -> dict[str, Any]:
+    """Return how long a caller waits for the prediction of one image, as images come one by one and in a row."""
+    model = classifier(args.model, args.device)
+    x = images(model, 1, args.device)
+    calls = 48 if args.quick else 480
+    fast_precision = "bf16" if args.device == "cuda" else "fp32"
+    rows = []
+    for label, name, settings in (
+        ("NoAdapt", "noadapt", {}),
+        ("MGTTA, gather=16", "mgtta", {"gather": 16}),
+        ("MGTTA+", "mgtta_plus", {}),
+        ("MGTTA+ without twins", "mgtta_plus", {"mirror": False}),
+    ):
+        if args.deadline.left < 25:
+            break
+        try:
+            method = mgtta.create(name, model, precision=fast_precision, **needed(name, model, x), **settings)
+            method.warm_up(x)
+            for _ in range(34):  # two windows
+                method(x)
+            times = {way: _latencies(method, x, calls, way) for way in (INTERVAL_SECONDS, 0.0)}
+        except Exception as error:  # the others may still work
+            traceback.print_exc(limit=4)
+            rows.append({"name": label, "error": f"{type(error).__name__}: {error}"[:300]})
+            continue
+        for way, found in times.items():
+            rows.append({"name": label, "interval": way, **found})
+            print(rows[-1], file=sys.stderr)
+    return {"model": args.model, "calls": calls, "rows": rows}
+
+
+def _latencies(method: Any, x: Tensor, calls: int, interval: float) -> dict[str, float]:
+    """Return median and 99th percentile of the seconds until a prediction is read, and the mean seconds of a call."""
+    found = []
+    began = time.perf_counter()
+    for i in range(calls):
+        while time.perf_counter() < began + i * interval:
+            pass
+        start = time.perf_counter()
+        method(x).argmax(1).tolist()
+        found.append(time.perf_counter() - start)
+    updates = method.updates  # waits for the last one
+    total = time.perf_counter() - began
+    cuts = statistics.quantiles(found, n=100)
+    return {"median": cuts[49], "p99": cuts[98], "mean": total / calls, "updates": updates}
+
+
+# --- decoding
+
+
+def decoding(files: list[bytes], device: str) -> dict[str, Any]:
+    """Return the rate at which torchvision decodes JPEGs on the GPU, and how its pixels differ from simplejpeg's."""
+    import numpy
+    import simplejpeg
+    from torchvision.io import decode_jpeg
+
+    data = [torch.from_numpy(numpy.frombuffer(file, numpy.uint8).copy()) for file in files]
+    batch = (data * (64 // len(data) + 1))[:64]
+    decode_jpeg(batch, device=device)
+    began = now()
+    for _ in range(16):
+        there = decode_jpeg(batch, device=device)
+    seconds = now() - began
+    here = torch.from_numpy(simplejpeg.decode_jpeg(files[0])).permute(2, 0, 1)
+    apart = (there[0].cpu().float() - here.float()).abs()
+    return {
+        "rate": 16 * len(batch) / seconds,
+        "largest": float(apart.max()),
+        "differing": float((apart > 0).float().mean()),
+    }
+
+
+# --- accuracy
+
+
+def paths(args: argparse.Namespace) -> dict[str, Any]:
+    """Return accuracies of methods on the fast path beside float32, and of MGTTA+ with twins at some batches."""
+    import imagenet
+
+    if args.data is None or args.checkpoint is None:
+        raise SystemExit("paths needs --data and --checkpoint")
+    model = imagenet.deit_tiny(args.checkpoint, args.device)
+    clean = imagenet.shard(args.data, 0)
+    given = {"source": imagenet.source_of(model, clean), "fisher": mgtta.fisher_information(model, clean.x[:512])}
+    test = imagenet.shard(args.data, *((1,) if args.quick else (1, 2)))
+    names = PATH_CORRUPTIONS[:1] if args.quick else PATH_CORRUPTIONS
+    first = 128 if args.quick else None
+    batches = list(stream(corrupted(test, names), batch_size=64, first=first, device=args.device))
+    orders = [batches, *(shuffled(batches, seed) for seed in range(1, args.orders))]
+    rows: list[dict[str, Any]] = []
+
+    def run(name: str, precision: str, twins: int | None = None, **settings: Any) -> None:
+        if args.deadline.left < 15:
+            return
+        own = {key: given[key] for key, needs in (("source", needs_source), ("fisher", needs_fisher)) if needs(name)}
+        method = mgtta.create(name, model, precision=precision, **own, **PATH_SETTINGS[name], **settings)
+        began = now()
+        found = [_right(method, order, twins) for order in orders]
+        seconds = (now() - began) / len(orders)
+        shown = {key: value for key, value in settings.items() if key == "mirror"}
+        rows.append({"name": name, "precision": precision, "twins": twins, "top1": found, "seconds": seconds, **shown})
+        print(rows[-1], file=sys.stderr)
+
+    for mirror, twins in ((True, None), (False, None), (True, 5), (True, 15)):
+        run("mgtta_plus", "bf16", twins, mirror=mirror)
+    for name in PATH_SETTINGS:
+        for precision in ("fp32", "bf16"):
+            if (name, precision) != ("mgtta_plus", "bf16"):
+                run(name, precision)
+    return {"images": first or len(test), "corruptions": list(names), "batches": len(batches), "rows": rows}
+
+
+def _right(method: Any, batches: list[Any], twins: int | None) -> float:
+    """Return the accuracy, in percent, over domains that each begin with the source model.
+
+    Args:
+        twins: batches at the start of each domain whose images are mirrored too; None: as the method says.
+    """
+    inner = innermost(method)
+    if twins is not None:
+        inner.engine.captures = False  # a graph has them, or has not
+    seen: dict[str, int] = {}
+    right = 0
+    for batch in batches:
+        if batch.domain not in seen:
+            method.reset()
+        seen[batch.domain] = seen.get(batch.domain, 0) + 1
+        if twins is not None:
+            inner.mirror = seen[batch.domain] <= twins
+        right += int((method(batch.x).argmax(1) == batch.y.to(batch.x.device)).sum())
+    return 100 * right / sum(len(batch.x) for batch in batches)
+
+
+def shuffled(batches: list[Any], seed: int) -> list[Any]:
+    """Return the same images in another order within their domains, which keep their places."""
+    random = torch.Generator().manual_seed(seed)
+    found = []
+    for domain in dict.fromkeys(batch.domain for batch in batches):
+        some = [batch for batch in batches if batch.domain == domain]
+        x, y, index = (torch.cat([getattr(batch, name) for batch in some]) for name in ("x", "y", "index"))
+        for chosen in torch.randperm(len(y), generator=random).split(len(some[0].y)):
+            there = chosen.to(x.device)
+            found.append(some[0]._replace(x=x[there], y=y[there], index=index[chosen.to(index.device)]))
+    return found
+
+
+# --- evaluate
+
+
+def evaluation(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what `evaluate` adds to batches of one whose method costs nothing."""
+    most = 1000 if args.quick else 100_000
+    rows = [{"batches": n, "seconds": evaluate.seconds(n, args.device, None)} for n in (most // 10, most)]
+    return {"rows": rows}
+
+
+if __name__ == "__main__":
+    model_name, batch_size, on = sys.argv[1:]
+    if on == "cpu":
+        torch.set_num_threads(1)
+    print(json.dumps(first_batches(model_name, int(batch_size), on)))
+    sys.exit(0)
