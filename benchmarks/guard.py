@@ -87,7 +87,7 @@ TITLES = {
 }
 BENIGN = ("mixed 64", "continual 64", "labels 64", "noise 64")  # at default rates
 TIMED = ("mixed 64", "continual 64")  # of which the time is measured
-LONG = ("grey", "noise", "one", "clean one")  # plain methods run there at default rates only
+LONG = ("one", "clean one", "grey", "noise")  # streams in which plain methods are left out, as they are at 10 x
 
 
 # --- streams
@@ -188,7 +188,7 @@ class Bench:
         name, rate, stream = cell
         torch.manual_seed(0)
         methods = {"guarded": self.method(name, rate, mgtta.Guard(**settings))}
-        if not settings and (rate == "default" or stream not in LONG):
+        if not settings and rate != "10 x" and stream not in LONG:
             methods["plain"] = self.method(name, rate, False)
         asked = counted(methods["guarded"])
         right: dict[str, list[bool]] = {"noadapt": [], "guarded": [], "plain": []}
@@ -291,6 +291,18 @@ def work(job: tuple[Cell, bool, Settings]) -> dict[str, Any]:
     return _BENCH.run(*job)
 
 
+def turn(cell: Cell) -> int:
+    """Return when a cell is run: what matters most is first, and of that what takes longest."""
+    _, rate, stream = cell
+    if stream in BENIGN and rate == "default":
+        return 0
+    if stream == "noise" or (stream in LONG and rate == "tuned"):
+        return 4
+    if stream in LONG:
+        return 1
+    return 2 if stream not in BENIGN else 3
+
+
 def cells(args: argparse.Namespace) -> list[Cell]:
     """Return the cells; a tuned rate that is the default is left out."""
     found = [
@@ -306,8 +318,8 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     if args.alone:
         return [cell for cell in found if cell[1] == "default" and cell[2] in TIMED]
     if args.what != "imagenet":  # a quarter of them
-        return found[::4]
-    return found
+        found = found[::4]
+    return sorted(found, key=turn)
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -399,7 +411,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         "Top-1 in percent; one seed. Rates: default, the recipe's own; tuned, the best on validation images with "
         "resets; and ten times that. ± is the standard error of guarded - NoAdapt, over the images. The guard was "
         "chosen on shard 0 under the validation corruptions, and was not changed afterwards. Plain methods are left "
-        f"out in long streams ({', '.join(LONG)}) but for default rates.",
+        f"out at ten times the rate and in long streams ({', '.join(LONG)}).",
         "",
     ]
     for data, title in TITLES.items():
