@@ -330,7 +330,8 @@ def measure(args: argparse.Namespace) -> None:
     done = [(row["data"], [row["method"], row["rate"], row["stream"]], row["alone"], row["settings"]) for row in rows]
     todo = [job for job in jobs if (args.what, list(job[0]), *job[1:]) not in done]
     began = time.monotonic()
-    make(args)
+    if not args.keep:
+        make(args)
     workers = 1 if args.alone else args.workers
     setup = (args.what, args.device, args.folder)
     seconds = args.seconds - (time.monotonic() - began)
@@ -487,6 +488,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--alone", action="store_true", help="measure times: benign cells, one at a time")
+    parser.add_argument("--keep", action="store_true", help="take the images that an earlier command made")
     parser.add_argument("--seconds", type=float, default=1e6, help="stop after so long")
     args = parser.parse_args()
     if args.what != "page":
