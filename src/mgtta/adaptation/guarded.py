@@ -49,15 +49,15 @@ class Guard:
     """Settings of a guard.
 
     Attributes:
-        tolerance: the harm above which there is an alarm, as a share of the predictions: 0.045 is 4.5 points of
-            accuracy by the source's own judgement. More is tolerated where it is estimated from few images, and less
-            where the source is steady. After an alarm a method is trusted again at a harm below minus half of it.
+        tolerance: the harm above which there is an alarm, as a share of the predictions: 0.04 is 4 points of accuracy
+            by the source's own judgement. More is tolerated where it is estimated from few images. After an alarm a
+            method is trusted again when the harm is below minus half of it.
         window: images over which harm is estimated, at most.
         every: images between two questions to the source where nothing calls for one earlier, at most.
         slower: factor on the learning rate at each alarm.
     """
 
-    tolerance: float = 0.045
+    tolerance: float = 0.04
     window: int = 256
     every: int = 1024
     slower: float = 0.1

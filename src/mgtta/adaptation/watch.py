@@ -31,7 +31,7 @@ FEWEST_IMAGES = 32  # of which the harm is estimated; then twice as many, and so
 RECENT_IMAGES = 64  # of an estimate of the harm at present
 STEADY_IMAGES = 128  # over which the steadiness of the source is estimated
 USUAL_STEADINESS = 0.6  # at which the tolerance is what the setting says
-PRIOR_IMAGES = 64  # for which the usual steadiness counts
+PRIOR_IMAGES = 16  # for which the usual steadiness counts
 MOST_TOLERANT = 1.5  # factor on the tolerance, at most
 DOUBT = 0.3  # share of the harm that is tolerated, above which there is doubt
 
@@ -117,7 +117,7 @@ class Watch:
     def tolerated(self, tolerance: float, n: int) -> float:
         """Return the harm that is tolerated where it is estimated from n images."""
         to_gain = (1 - self.steadiness) / (1 - USUAL_STEADINESS)
-        return tolerance * min(to_gain**3, MOST_TOLERANT) * (1 + SLACK_IMAGES / n)
+        return tolerance * min(to_gain**2, MOST_TOLERANT) * (1 + SLACK_IMAGES / n)
 
     def repeating(self) -> bool:
         """Return whether the method's last predictions repeat themselves more than the source's did."""
