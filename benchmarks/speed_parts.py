@@ -230,7 +230,7 @@ def paths(args: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit("paths needs --data and --checkpoint")
     model = imagenet.deit_tiny(args.checkpoint, args.device)
     clean = imagenet.shard(args.data, 0)
-    given = {"source": imagenet.source_of(model, clean), "fisher": mgtta.fisher_information(model, clean.x[:512])}
+    given = {"source": imagenet.source_of(model, clean), "fisher": mgtta.fisher_information(model, clean.x[: 64 if args.quick else 512])}
     test = imagenet.shard(args.data, *((1,) if args.quick else (1, 2)))
     names = PATH_CORRUPTIONS[:1] if args.quick else PATH_CORRUPTIONS
     first = 128 if args.quick else None
