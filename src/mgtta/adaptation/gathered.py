@@ -139,7 +139,7 @@ class Gathered(Wrapper):
 
     def load_own(self, checked: list[Tensor]) -> None:
         self.begin()
-        self._kept = checked
+        self._kept += checked
 
     def begin(self) -> None:
         self._kept: list[Tensor] = []

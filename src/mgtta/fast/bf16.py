@@ -84,7 +84,8 @@ class Hooked:
             self.model.net.get_submodule(name).register_forward_pre_hook(partial(self._collect, i))
         self.reader = self.model.reader()
         if _is_convolutional(self.model):
-            self.model.net.to(memory_format=torch.channels_last)  # which convolutions in bfloat16 are made for
+            for convolution in _convolutions(self.model):  # those in bfloat16 are made for channels last
+                convolution.weight.data = convolution.weight.data.contiguous(memory_format=torch.channels_last)
             self.model.net.register_forward_pre_hook(_last_channels)
         for name in blocks_of(self.model.net) if recompute else ():
             block = self.model.net.get_submodule(name)
@@ -106,8 +107,12 @@ class Hooked:
 
 def _is_convolutional(model: Classifier) -> bool:
     """Return True for a network on a GPU with more convolutions than that of its patches."""
-    convolutions = [module for module in model.net.modules() if isinstance(module, nn.Conv2d)]
+    convolutions = _convolutions(model)
     return len(convolutions) > 1 and convolutions[0].weight.is_cuda
+
+
+def _convolutions(model: Classifier) -> list[nn.Conv2d]:
+    return [module for module in model.net.modules() if isinstance(module, nn.Conv2d)]
 
 
 def _last_channels(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
