@@ -33,7 +33,7 @@ import mgtta
 from mgtta.adaptation.gathered import Gathered
 from mgtta.adaptation.method import Method
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS, corrupt
-from mgtta.methods import mgtta_plus
+from mgtta.methods import _neighbours, mgtta_plus
 from mgtta.methods._descent import Descent
 from mgtta.training.meta import shifted_domains
 
@@ -94,7 +94,7 @@ def generator_configs(names: list[str]) -> list[Config]:
 def build(model: mgtta.Classifier, source: mgtta.SourceStatistics, config: Config, folder: Path) -> Gathered:
     """Return mgtta+ at a constant rate, moved by the generator, Adam or SGD, with pull and gather."""
     full = {**DEFAULTS, **config}
-    mgtta_plus.MEMORY_IMAGES = full["memory"]
+    _neighbours.MEMORY_IMAGES = full["memory"]
     descent = Descent(full["lr"], full["opt"], momentum=0.0)
     if "generator" in full:
         descent = Descent(full["lr"], "mgg", generator=folder / f"{full['generator']}.safetensors")

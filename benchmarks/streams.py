@@ -11,17 +11,15 @@ OUT/streams.md is their table.
 
 import argparse
 import json
-import multiprocessing
 import statistics
-import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import imagenet
 import torch
 from pages import read_lines, table
+from processes import in_processes
 from torch import Tensor
 
 import mgtta
@@ -67,20 +65,22 @@ SETTINGS: dict[str, tuple[float, float]] = {  # learning rate and pull, the best
     "mgtta_lstm": (5e-3, 0.05),
     "cotta": (2.5e-2, 0.0),
 }
+FORWARD_ONLY = ("noadapt", "neo", "foa_shift", "t3a", "lame", "foa")  # as their recipes are
 Job = tuple[str, str, int]  # method, kind, seed
 
 
 class Bench:
     """DeiT-Tiny, the test images under all corruptions on the device, and what methods need."""
 
-    def __init__(self, path: Path, device: str):
+    def __init__(self, path: Path, device: str, precision: str):
         made = torch.load(path, mmap=True)
         torch.set_num_threads(1)
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
-        self.device = device
+        self.precision = precision
         self.labels = made["labels"]
-        self.sets = {name: x.to(device) for name, x in made["sets"].items()}
+        self.images = made["images"].to(device)
+        self.sets = made["sets"]
         self.model = imagenet.deit_tiny(Path(made["checkpoint"]), device)
         clean = made["clean"].to(device)
         self.needs = {
@@ -91,18 +91,18 @@ class Bench:
     def method(self, name: str) -> Any:
         chosen = recipe(name)
         settings: dict[str, Any] = {key: value for key, value in self.needs.items() if key in chosen.settings}
-        return mgtta.create(name, self.model, precision="fp32", **settings, **wrapped(name))
+        return mgtta.create(name, self.model, precision=self.precision, **settings, **wrapped(name))
 
     def visits(self, kind: str, seed: int) -> Iterator[tuple[str, list[Tensor]]]:
-        """Yield the name of each domain and the rows of its batches; a row is a number of set and of image."""
+        """Yield the name of each domain and the rows of its batches; a row is a place in a set, and in all images."""
         random = torch.Generator().manual_seed(seed)
-        names = list(self.sets)
 
         def some(name: str, images: int | None = None) -> Tensor:
-            order = torch.randperm(len(self.sets[name]), generator=random)[:images]
+            first, length = self.sets[name]
+            order = torch.randperm(length, generator=random)[:images]
             if kind == "labels":
                 order = order[self.labels[order].argsort(stable=True)]
-            return torch.stack([torch.full_like(order, names.index(name)), order], 1)
+            return torch.stack([order, first + order], 1)
 
         if kind == "mixed":
             rows = torch.cat([some(name) for name in CORRUPTIONS])
@@ -128,16 +128,12 @@ class Bench:
         """Return the records of a method on a stream, one for each visit of a domain."""
         torch.manual_seed(seed)
         method = self.method(name)
-        sets = list(self.sets.values())
         records = []
         for domain, batches in self.visits(kind, seed):
             if kind == "reset":
                 method.reset()
-            logits = []
-            for rows in batches:
-                x = torch.stack([sets[d][i] for d, i in rows.tolist()])
-                logits.append(method(x))
-            y = self.labels[torch.cat(batches)[:, 1]]
+            logits = [method(self.images[rows[:, 1].to(self.images.device)]) for rows in batches]
+            y = self.labels[torch.cat(batches)[:, 0]]
             records.append({"domain": domain, **scores(torch.cat(logits).float().cpu(), y)})
         own = {"experiment": "streams", "method": name, "kind": kind, "seed": seed, "settings": wrapped(name)}
         return [{**own, **record, "without": [], "split": "test"} for record in records]
@@ -178,16 +174,20 @@ def make(args: argparse.Namespace) -> Path:
         for severity in sorted(set(GRADUAL)):
             sets[f"{name}/{severity}"] = corrupted(name, severity, GRADUAL_IMAGES)
     clean = imagenet.shard(args.clean or args.data, 0).x
-    torch.save({"sets": sets, "labels": held.labels, "clean": clean, "checkpoint": str(args.checkpoint)}, path)
+    lengths = [len(images) for images in sets.values()]
+    places = {name: (sum(lengths[:k]), lengths[k]) for k, name in enumerate(sets)}  # where a set begins, and its length
+    images = torch.cat(list(sets.values()))
+    made = {"images": images, "sets": places, "labels": held.labels, "clean": clean, "checkpoint": str(args.checkpoint)}
+    torch.save(made, path)
     return path
 
 
 _BENCH: Bench | None = None
 
 
-def begin(path: Path, device: str) -> None:
+def begin(*setup: Any) -> None:
     global _BENCH
-    _BENCH = Bench(path, device)
+    _BENCH = Bench(*setup)
 
 
 def work(job: Job) -> list[dict[str, Any]]:
@@ -214,10 +214,11 @@ def main() -> None:
     parser = imagenet.arguments(__doc__.split("\n")[0])
     parser.add_argument("--clean", type=Path, help="folder of shard 0, if it is another")
     parser.add_argument("--folder", type=Path, default=Path("runs/streams"), help="for the corrupted images")
-    parser.add_argument("--methods", default=",".join(["noadapt", *SETTINGS]))
+    parser.add_argument("--methods", default=",".join([*SETTINGS, *FORWARD_ONLY]))
     parser.add_argument("--rounds", default="mgtta_plus,plus_adam", help="methods that run ten rounds, with one seed")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--single-seeds", type=int, default=SEEDS, help="seeds of batches of one")
+    parser.add_argument("--precision", default="auto", help="as of create: auto is bf16 on a GPU")
     parser.add_argument("--workers", type=int, default=10, help="processes; each holds all images, 7 GB")
     parser.add_argument("--seconds", type=float, default=1e6, help="stop after so long")
     args = parser.parse_args()
@@ -226,25 +227,12 @@ def main() -> None:
     known = read_lines(store)
     done = {(record["method"], record["kind"], record["seed"]) for record in known}
     todo = [job for job in jobs(args) if job not in done]
-    began = time.monotonic()
-    path = make(args)
-    pool = ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn"), begin, (path, args.device))
-    futures = {pool.submit(work, job): job for job in todo}
-    try:
-        for future in as_completed(futures, args.seconds - (time.monotonic() - began)):
-            if future.exception() is not None:
-                print(*futures[future], "failed:", future.exception(), flush=True)
-                continue
-            records = future.result()
-            with open(store, "a") as file:
-                file.writelines(json.dumps(record) + "\n" for record in records)
-            top1 = sum(record["top1"] for record in records) / len(records)
-            print(*futures[future], f"{top1:.2f}", f"{time.monotonic() - began:.0f} s", flush=True)
-    except TimeoutError:
-        print("time is over; the same command takes up what is missing", flush=True)
-    for process in pool._processes.values():
-        process.kill()
-    pool.shutdown(wait=False, cancel_futures=True)
+    setup = (make(args), args.device, args.precision)
+    for job, records in in_processes(todo, work, begin, setup, args.workers, args.seconds):
+        with open(store, "a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+        top1 = sum(record["top1"] for record in records) / len(records)
+        print(*job, f"{top1:.2f}", flush=True)
     with atomic(args.out / "streams.md") as temporary:
         temporary.write_text(page(read_lines(store)))
 
@@ -261,10 +249,11 @@ def page(records: list[dict[str, Any]]) -> str:
         "# One setting for every stream\n\n"
         "`python benchmarks/streams.py --data SHARDS --checkpoint DEIT_TINY --workers 10 --out results`\n\n"
         "DeiT-Tiny, 2,000 ImageNet validation images (shards 1 and 2) under each of the 15 corruptions at severity 5, "
-        "batches of 64, one H200 in TF32. Top-1 in percent, the expected calibration error in parentheses; with the "
-        "standard deviation where there are several seeds; empty where a stream was not run. Every gradient method has "
-        "gather=16, recall=16, and the best of six pairs of learning rate and pull, by the mean of three short "
-        "validation streams (continual, mixed, batches of one). mgtta+ had more tries, on longer validation streams "
+        "batches of 64, one H200 in bfloat16 (precision='auto', the default). Top-1 in percent, the expected "
+        "calibration error in parentheses; with the standard deviation where there are several seeds; empty where a "
+        "stream was not run. Every gradient method has gather=16, recall=16, and the best of six pairs of rate "
+        "and pull, by the mean of three short validation streams (continual, mixed, batches of one). mgtta+ had more "
+        "tries, on longer validation streams "
         "(docs/research.md).\n\n" + table(["method", *kinds], rows, right=True) + "\n"
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mgtta._lib.names import spelled
 from mgtta._lib.shipped import shipped
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
 from mgtta.data.datasets import KINDS
@@ -31,14 +32,14 @@ def table() -> str:
     lines = [f"| | {' | '.join(options)} |", f"|---|{'---|' * len(options)}"]
     for recipe in recipes().values():
         marks = ["yes" if works else "" for works in recipe.works_with.values()]
-        lines.append(f"| {recipe.name} | {' | '.join(marks)} |")
+        lines.append(f"| {spelled(recipe.name)} | {' | '.join(marks)} |")
     words = "What each recipe works with; anything else is refused by name when the method is created or exported."
     return "\n".join([words, "", *lines])
 
 
 def described(recipe: Recipe) -> str:
     needs = ", ".join(recipe.needs) or "nothing besides the model"
-    lines = [f"### {recipe.name}", "", recipe.what, ""]
+    lines = [f"### {spelled(recipe.name)}", "", recipe.what, ""]
     lines += [f"- **Paper:** {paper(title, number)}" for title, number in recipe.papers]
     lines += [
         f"- **Kind:** {recipe.kind}",
@@ -116,7 +117,7 @@ def entry(recipe: Recipe) -> dict[str, Any]:
     """Return one method of the catalogue."""
     needs = [need for need in recipe.needs if need != GRADIENTS]
     return {
-        "name": recipe.name,
+        "name": spelled(recipe.name),
         "what": recipe.what,
         "kind": recipe.kind,
         "passes": recipe.cost,

@@ -262,7 +262,7 @@ def shard():
 def test_the_search_runs_every_kind_of_stream(search, shard, monkeypatch, tmp_path):
     monkeypatch.setattr(search, "BATCH_SIZE", 8)
     monkeypatch.setattr(search, "SINGLE_IMAGES", 3)
-    monkeypatch.setattr("mgtta.methods.mgtta_plus.MEMORY_IMAGES", 640)
+    monkeypatch.setattr("mgtta.methods._neighbours.MEMORY_IMAGES", 640)
     model = mgtta.load_model(vit())
     source = mgtta.source_statistics(model, shard.x)
     validation = search.Validation(shard, "cpu", images=12)
@@ -273,7 +273,7 @@ def test_the_search_runs_every_kind_of_stream(search, shard, monkeypatch, tmp_pa
 
 
 def test_the_searchs_variants_are_plain_mgtta_plus_at_their_neutral_values(search, shard, monkeypatch, tmp_path):
-    monkeypatch.setattr("mgtta.methods.mgtta_plus.MEMORY_IMAGES", 640)
+    monkeypatch.setattr("mgtta.methods._neighbours.MEMORY_IMAGES", 640)
     model = mgtta.load_model(vit())
     source = mgtta.source_statistics(model, shard.x)
     expected = mgtta.create("mgtta+", model, source=source, lr=5e-3, decay=float("inf"), pull=0.05, gather=16)

@@ -260,6 +260,24 @@ def test_errors_are_one_line_that_names_the_remedy(run, folder, tmp_path, change
     assert not (tmp_path / "p.csv").exists()
 
 
+def test_a_missing_source_is_told_before_anything_is_loaded(run, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(mgtta, "load_model", fail)
+    common = (tmp_path, "--model", "vit_base_patch16_224")
+    for words, told in (
+        (("adapt", *common), "--source FILE"),
+        (("train", *common), "--source FILE"),
+        (("adapt", *common, "--source", "nowhere.safetensors"), "--source nowhere.safetensors: no such file"),
+        (("adapt", *common, "--method", "mgtta++"), "mgtta, mgtta+,"),
+        (("adapt", *common, "--method", "eata"), "`mgtta fisher`"),
+    ):
+        code, _, err = run(*words)
+        assert code == 2
+        assert told in err
+
+
 def test_adapt_names_the_missing_source_and_data(run, folder, tmp_path):
     code, _, err = run("adapt", folder, "--model", "glyphs_vit", "--device", "cpu", "--out", tmp_path / "p.csv")
     assert code == 2
@@ -537,7 +555,7 @@ def test_demo_prints_a_table_and_writes_the_report(demo, tmp_path):
     assert "jpeg_compression" in out
     assert "mean" in out
     assert f"  open {tmp_path / 'demo' / 'report.html'} in a browser\n" in out
-    assert "  mgtta bench continual --model patterns_vit --images 4 --methods noadapt,mgtta_plus\n" in out
+    assert "  mgtta bench continual --model patterns_vit --images 4 --methods noadapt,mgtta+\n" in out
     assert out.splitlines()[-1].startswith("  mgtta adapt IMAGES --model MODEL")
     assert {p.name for p in (tmp_path / "demo").iterdir()} == {
         "records.jsonl",

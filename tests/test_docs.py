@@ -18,6 +18,7 @@ from PIL import Image
 from test_structure import MAY_IMPORT
 
 import mgtta
+from mgtta._lib.names import spelled
 from mgtta.bench.store import Store
 from mgtta.methods.registry import recipe, recipes
 
@@ -123,8 +124,8 @@ def test_the_methods_page_is_the_registry():
     written = runpy.run_path(str(ROOT / "docs" / "methods.py"))
     page = (ROOT / "docs" / "methods.md").read_text()
     assert page == written["updated"](page), "docs/methods.md is behind the recipes: run python docs/methods.py"
-    parts = dict(re.findall(r"^### (\w+)\n(.*?)(?=^### |\Z)", page, re.MULTILINE | re.DOTALL))
-    assert list(parts) == list(recipes())
+    parts = dict(re.findall(r"^### ([\w+]+)\n(.*?)(?=^### |\Z)", page, re.MULTILINE | re.DOTALL))
+    assert list(parts) == [spelled(name) for name in recipes()]
     for name, part in parts.items():
         for setting in recipe(name).settings:
             assert re.search(rf"`{setting}[=`]", part), f"{name}: {setting}"

@@ -10,6 +10,7 @@ from test_cli import run  # noqa: F401
 from test_methods import OPEN, make
 
 import mgtta
+from mgtta._lib.names import spelled
 from mgtta.cli import health
 from mgtta.cli.listing import CATALOGUE, WIDEST, listed
 from mgtta.methods.registry import recipes
@@ -31,14 +32,14 @@ assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "mgtta_plus" in done.stdout
+    assert "mgtta+" in done.stdout
 
 
 def test_list_is_one_page_with_a_line_for_each_method():
     lines = listed().splitlines()
     assert len(lines) < 60
     for name, recipe in recipes().items():
-        [line] = [line for line in lines if line.split()[:1] == [name]]
+        [line] = [line for line in lines if line.split()[:1] == [spelled(name)]]
         assert recipe.kind in line
 
 
@@ -92,7 +93,7 @@ def test_the_cost_of_a_recipe_is_what_it_does(name):
 
 def test_the_catalogue_is_plain():
     found = json.loads(CATALOGUE.read_text())
-    assert [method["name"] for method in found["methods"]] == list(recipes())
+    assert [method["name"] for method in found["methods"]] == [spelled(name) for name in recipes()]
 
 
 def test_doctor_reports_memory_bfloat16_and_a_step(run, monkeypatch):  # noqa: F811

@@ -12,11 +12,12 @@ from conftest import CLASSES, NETS, convnet, images, random_generator, vit
 from torch import nn
 
 import mgtta
+from mgtta._lib.ranks import ALONE
 from mgtta.adaptation.wrapper import Wrapper, innermost
 from mgtta.fast.vit import ViT
-from mgtta.methods.mgtta_plus import ALIKE
-from mgtta.methods.mgtta_plus import MEMORY_IMAGES as MEMORY
-from mgtta.methods.mgtta_plus import PRIOR_IMAGES as PRIOR
+from mgtta.methods._neighbours import ALIKE as NEIGHBOURS_ALIKE
+from mgtta.methods._neighbours import FADING, MEMORY_IMAGES, PRIOR_IMAGES
+from mgtta.methods.mgtta_plus import ALIKE, EARLY
 from mgtta.models.head import HeadTap
 
 BARE = {"pull": 0, "gather": 0, "recall": 0}
@@ -65,17 +66,49 @@ def test_its_objective_is_of_both_views(model):
     torch.testing.assert_close(value, expected)
 
 
-def test_re_centring_moves_the_features_mean_to_the_sources(model):
-    """By hand: the head on features that were moved by the source's mean less the running one."""
+def by_hand(mu, known, keys):
+    """Return the mean for each image: its neighbours among all known images, one pair at a time."""
+    every = torch.cat([k for k, _ in known])
+    std = every.std(0, correction=0) + 1e-6
+    found = []
+    for k in keys:
+        total, weights = PRIOR_IMAGES * mu, float(PRIOR_IMAGES)
+        for k_j, f_j in zip(every, torch.cat([f for _, f in known]), strict=True):
+            beyond = max(float(((k - k_j) / std).square().mean()) - NEIGHBOURS_ALIKE, 0.0)
+            weight = math.exp(-beyond / FADING)
+            total, weights = total + weight * f_j, weights + weight
+        found.append(total / weights)
+    return torch.stack(found)
+
+
+def test_re_centring_moves_the_features_of_neighbours_to_the_sources_mean(model):
+    """By hand: the head on features that were moved by the source's mean less the neighbours'."""
     method = make(model, mirror=False)
-    mu, running, seen = method.source.mean[-1], method.source.mean[-1], 0
+    known = []
     for t in range(3):
         x = images(5, seed=t)
-        _, f = method.model.embed(x)
-        rate = max(5 / (seen + PRIOR + 5), 5 / (MEMORY + 5))
-        running, seen = running + rate * (f.detach().mean(0) - running), seen + 5
-        expected = method.model.head(f + mu - running).detach()
-        torch.testing.assert_close(method(x), expected, rtol=1e-4, atol=1e-5)
+        _, features = method.model.features(x)
+        keys, values = features[int(EARLY * len(features))].detach(), features[-1].detach()
+        known.append((keys, values))
+        mu = method.source.mean[-1]
+        moved = values + mu - by_hand(mu, known, keys)
+        torch.testing.assert_close(method(x), method.model.head(moved).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_images_of_two_kinds_have_means_of_their_own(model):
+    """A key far away counts for nothing, and the memory holds the last images only."""
+    near = make(model).neighbours
+    mu = torch.zeros(16)
+    keys = torch.cat([torch.zeros(6, 16), torch.ones(6, 16)]) + 0.01 * torch.randn(12, 16)
+    values = torch.cat([torch.full((6, 16), -1.0), torch.full((6, 16), 1.0)])
+    means = near.means(keys, values, mu, ALONE)
+    assert (means[:6] < -0.3).all()  # the source's mean counts for more than they do
+    assert (means[6:] > 0.3).all()
+    for _ in range(20):
+        near.remember(keys, values, ALONE)
+    assert near.known.sum() == MEMORY_IMAGES
+    torch.testing.assert_close(near.keys[-12:], keys)
+    torch.testing.assert_close(near.mean(mu), near.values.sum(0) / (MEMORY_IMAGES + PRIOR_IMAGES))
 
 
 def test_a_scored_subset_of_classes_is_re_centred_alike():
@@ -92,26 +125,19 @@ def test_prediction_is_what_the_next_call_gives_and_leaves_no_trace(model):
     before = method.state_dict()
     with torch.no_grad():
         predicted = method.predict(images(4, seed=3))
-    assert torch.equal(method.state_dict()["buffers"]["mean"], before["buffers"]["mean"])
+    values = "neighbours.values"
+    assert torch.equal(method.state_dict()["buffers"][values], before["buffers"][values])
     torch.testing.assert_close(method(images(4, seed=3)), predicted)
 
 
-def test_one_image_hardly_moves_the_mean(model):
-    method = make(model)
-    method(images(1))
-    assert method.images == 1
-    shift = (method.mean - method.source.mean[-1]).norm()
-    full = (make(model).model.embed(images(1))[1].mean(0) - method.source.mean[-1]).norm()
-    assert shift < 2 * full / (PRIOR + 1)
-
-
-def test_a_broken_batch_leaves_the_mean_as_it_was(model):
+def test_a_broken_image_is_not_remembered(model):
     method = make(model)
     method(images(4))
-    mean = method.mean.clone()
+    before = method.neighbours.mean(method.source.mean[-1])
     method(images(4) * math.nan)
     assert method.skipped == 1
-    assert torch.equal(method.mean, mean)
+    assert method.neighbours.known.sum() == 4
+    torch.testing.assert_close(method.neighbours.mean(method.source.mean[-1]), before)
 
 
 def test_the_step_shrinks_and_the_rate_stays(model, monkeypatch):
@@ -163,20 +189,17 @@ def re_centred_by_hand(method, batches):
     """Yield the logits of a method with lr=0 and without mirror images, from the model's own embeddings."""
     layer = method.source.head_layer
     mu = method.source.head
-    running = mu
-    seen = 0
+    known = []
     for x in batches:
         logits, features = method.model.features(x, HeadTap(layer))
-        f = features[-1]
-        rate = max(len(x) / (seen + PRIOR + len(x)), len(x) / (MEMORY + len(x)))
-        running = running + rate * (f.detach().mean(0) - running)
-        seen += len(x)
+        keys, f = features[int(EARLY * (len(features) - 1))].detach(), features[-1].detach()
+        known.append((keys, f))
+        away = mu - by_hand(mu, known, keys)
         if layer == "":
-            yield (logits + mu - running).detach()
+            yield (logits + away).detach()
             continue
         head = method.model.net.get_submodule(layer)
-        moved = F.linear(f + mu - running, head.weight.flatten(1), head.bias)
-        yield moved.detach()
+        yield F.linear(f + away, head.weight.flatten(1), head.bias).detach()
 
 
 def convolution_on_the_last_norm():
@@ -207,7 +230,7 @@ def test_any_head_is_re_centred(net, layer):
     before = method.state_dict()
     expected = method(images(5, seed=7))
     method.reset()
-    assert torch.equal(method.mean, method.source.before_head)
+    assert not method.neighbours.known.any()
     method.load_state_dict(before)
     assert torch.equal(method(images(5, seed=7)), expected)
 
@@ -225,8 +248,11 @@ def test_re_centring_by_features_is_re_centring_by_logits(net):
         x = images(8) * 0.6
         views = torch.cat([x, x.flip(-1)])
         logits = method.model(views)
-        rate = 8 / (PRIOR + 8)
-        expected = (logits[:8] + logits[8:]) / 2 + rate * (clean - logits.mean(0))
+        means = (logits[:8] + logits[8:]) / 2
+        _, features = method.model.features(views)
+        keys = features[int(EARLY * len(method.source.mean))].detach()
+        keys = (keys[:8] + keys[8:]) / 2
+        expected = means + clean - by_hand(clean, [(keys, means)], keys)
         torch.testing.assert_close(method(x), expected.detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -246,11 +272,12 @@ def test_an_export_of_any_linear_head_has_the_shift():
     method(images(8) * 0.6)
     x = images(4, seed=3)
     _, f = method.model.embed(x)
-    expected = method.model.head(f + method.source.head - method.mean)
+    mu = method.source.head
+    expected = method.model.head(f + mu - method.neighbours.mean(mu))
     torch.testing.assert_close(method.export()(x), expected)
     method = make(mgtta.load_model(convolution_as_head()), mirror=False)
     method(images(8) * 0.6)
-    shift = method._shift(method.mean)
+    shift = method._shift(method.neighbours.mean(method.source.head))
     torch.testing.assert_close(method.export()(x), method.model(x) + shift)
     with pytest.raises(ValueError, match=r"TwoHeads has no layer whose bias takes the shift: give recentre=0"):
         make(mgtta.load_model(TwoHeads())).export()
@@ -289,8 +316,8 @@ def test_the_fast_path_re_centres_any_head(net):
     for t in range(3):
         x = images(6, seed=t) * 0.6
         torch.testing.assert_close(fast(x), exact(x), atol=2e-2, rtol=2e-2)
-    assert fast.mean.dtype == torch.float32
-    torch.testing.assert_close(fast.mean, exact.mean, atol=1e-2, rtol=1e-2)
+    assert fast.neighbours.values.dtype == torch.float32
+    torch.testing.assert_close(fast.neighbours.values, exact.neighbours.values, atol=3e-2, rtol=3e-2)
 
 
 def test_the_plain_vit_of_the_fast_path_reads_no_other_head(model):
@@ -351,13 +378,13 @@ def test_the_papers_generator_has_its_name():
     assert all(torch.equal(a, b) for a, b in zip(paper.parameters(), shipped.parameters(), strict=True))
 
 
-def test_the_running_mean_follows_every_batch_of_a_scheduled_stream(model):
+def test_every_batch_of_a_scheduled_stream_is_remembered(model):
     """A schedule rests from learning, not from looking."""
     method = make(model, schedule="auto", precision="fp32")
     for t in range(16):
         method(images(4, seed=t))
     assert method.updates < 16
-    assert method.method.images == 64
+    assert method.method.neighbours.known.sum() == 64
 
 
 def test_it_moves_with_its_source_statistics(model):

@@ -86,6 +86,10 @@ class Alone:
         """
         return draw(n) if n else None
 
+    def rows(self, own: Tensor) -> Tensor:
+        """Return the rows (n, D) of all ranks, in the order of the ranks; not differentiable."""
+        return own
+
     def gather(self, items: list[Any]) -> list[Any]:
         """Return the items of all ranks in one list, in the order of the ranks."""
         return items
@@ -155,13 +159,23 @@ class Ranks(Alone):
         return self._reduce(self._numbers([number]), dist.ReduceOp.MAX).item()
 
     def draw(self, n: int, draw: Callable[[int], Tensor]) -> Tensor | None:
+        before, total = self._place(n)
+        if not total:
+            return None
+        return draw(total)[before : before + n]
+
+    def rows(self, own: Tensor) -> Tensor:
+        before, total = self._place(len(own))
+        every = own.new_zeros(total, *own.shape[1:])
+        every[before : before + len(own)] = own
+        return self._reduce(every)
+
+    def _place(self, n: int) -> tuple[int, int]:
+        """Return how many images the ranks before this one have, which has n, and how many all have."""
         counts = [0.0] * self.size
         counts[self.rank] = n
         counts = self.total(counts)
-        if not sum(counts):
-            return None
-        before = int(sum(counts[: self.rank]))
-        return draw(int(sum(counts)))[before : before + n]
+        return int(sum(counts[: self.rank])), int(sum(counts))
 
     def gather(self, items: list[Any]) -> list[Any]:
         found: list[Any] = [None] * self.size

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mgtta._lib.files import check_kind, check_weights, read_tensors, write_tensors
+from mgtta._lib.names import spelled
 from mgtta.losses import entropy
 
 KIND = "mgtta calibration"
@@ -110,7 +111,9 @@ class Calibration:
         remedy = "mgtta.calibrate(method, clean_images)"
         check_weights("this is a calibration", (self.model, self.fingerprint), (model, fingerprint), remedy)
         if method != self.method:
-            raise ValueError(f"this calibration is of {self.method}, not of {method}: make one with {remedy}")
+            raise ValueError(
+                f"this calibration is of {spelled(self.method)}, not of {spelled(method)}: make one with {remedy}"
+            )
 
 
 def save_calibration(calibration: Calibration, path: str | os.PathLike) -> None:

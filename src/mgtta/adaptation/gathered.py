@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mgtta._lib.names import spelled
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.shift import Arriving
 from mgtta.adaptation.step import Pass
@@ -47,8 +48,9 @@ class Gathered(Wrapper):
     method: Method
 
     def __init__(self, method: Method, images: int):
+        name = spelled(method.name)
         if method.optimizer is None:
-            raise ValueError(f"{method.name} does not learn by gradients, so it has no use for gather: leave it out")
+            raise ValueError(f"{name} does not learn by gradients, so it has no use for gather: leave it out")
         super().__init__(method)
         self.images = images
         self.begin()

@@ -3,12 +3,12 @@
 The guard keeps the source model beside the adapting one; they share all weights that do not adapt. Now and then it asks
 the source about images of the present batch, and estimates from both predictions what adaptation costs (see watch.py).
 
-- Trusted: the method answers. The source is asked about a few images, soon after a start and then more and more rarely;
-  at once where the method repeats itself more than usual; and about every image while there is doubt.
-- Alarm: the harm is above the tolerance, beyond chance, or logits are not finite. The method goes back to the last
-  state that was found good, or to the source, and learns more slowly.
-- Shadow: after an alarm the source answers, and the method learns beside it, until the harm is small.
-- Rest: after several alarms in a row the source answers for a while, and nothing is learned.
+- Trusted: the method answers. The source is asked about every small batch at first and more and more rarely later; of
+  large batches about a few images now and then; and at once where there is doubt.
+- Alarm: the harm is above the tolerance, or logits are not finite. The method goes back to the last state that was
+  found good, or to the source, and learns more slowly.
+- Shadow: after an alarm the source answers, and the method learns beside it, until it seems to do good.
+- Rest: after a second alarm the source answers for a long while, and nothing is learned.
 
 An image without content (plain, or random pixels) is answered by the source and not learned from.
 
@@ -27,19 +27,19 @@ from torch import Tensor
 from mgtta.adaptation.content import has_content
 from mgtta.adaptation.method import Events, Method
 from mgtta.adaptation.step import Pass
-from mgtta.adaptation.watch import Watch, repeats, saved_watch, tolerated, what_is_lost
+from mgtta.adaptation.watch import RECENT_IMAGES, Watch, saved_watch, what_is_lost
 from mgtta.adaptation.wrapper import Wrapper, source_model
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import batch_norms
 
-FEW_IMAGES = 16  # of a question about a trusted method; and of a batch whose own statistics may serve BatchNorm
+SMALL_BATCH = 32  # images; a batch of no more is asked about as a whole, of a larger one so many images
+FEW_IMAGES = 16  # of a batch whose own statistics may serve BatchNorm
+EARLY_IMAGES = 512  # in which every small batch is asked about; after k times as many, one in k
 TRUST_IMAGES = 96  # in the shadow, after which a method may be trusted
-ENOUGH_IMAGES = 64  # after which repeats of the predictions say something
-REST_IMAGES = 1024  # without learning, the first time; twice as many each time
-CLOSER = 4  # times as often as usual the source is asked while the method learns more slowly after an alarm
+REST_IMAGES = 8192  # without learning, the first time; twice as many each time
+FAILURES = 2  # alarms of a trusted method after which it rests
+SLOWEST = 1e-3  # pace below which a method in the shadow rests
 CALM_IMAGES = 8192  # without alarm after which the learning rate rises again
-FAILURES = 3  # alarms in a row after which the method rests
-MORE = 2.0  # factor of the usual repeats at which the source is asked
 EVENTS = 1000  # that are kept, the first ones: a run may last for ever
 
 
@@ -48,17 +48,17 @@ class Guard:
     """Settings of a guard.
 
     Attributes:
-        tolerance: the harm above which there is an alarm, as a share of the predictions: 0.045 is 4.5 points of
-            accuracy by the source's own judgement. More is tolerated where it is estimated from few images. Half of it
-            is small enough for trust.
+        tolerance: the harm above which there is an alarm, as a share of the predictions: 0.04 is 4 points of accuracy
+            by the source's own judgement. More is tolerated where it is estimated from few images. After an alarm a
+            method is trusted again when the harm is below minus half of it.
         window: images over which harm is estimated, at most.
-        every: images between two questions to the source where nothing calls for one earlier.
+        every: images between two questions to the source where nothing calls for one earlier, at most.
         slower: factor on the learning rate at each alarm.
     """
 
-    tolerance: float = 0.045
+    tolerance: float = 0.04
     window: int = 256
-    every: int = 512
+    every: int = 1024
     slower: float = 0.1
 
     def __post_init__(self) -> None:
@@ -77,6 +77,7 @@ class Guarded(Wrapper):
 
     Attributes:
         watch: what the guard knows; saved and resumed with the method.
+        shown: which images of the last batch have content (n,); the others are not to be learned from.
         events: what the guard did since the last reset, and why: dicts of plain values, the first 1,000; and what
             recall did.
     """
@@ -89,6 +90,7 @@ class Guarded(Wrapper):
         self.source = source_model(method)
         self.unlearned = _normalising_by_batches(self.source, method.model)
         self._rates = [group["lr"] for group in method.optimizer.param_groups] if method.optimizer else []
+        self.shown = torch.ones(0, dtype=torch.bool)
         self.begin()
 
     @property
@@ -111,23 +113,17 @@ class Guarded(Wrapper):
         if watch.resting:
             watch.images += len(x)
             return Pass(self._ask(self.source, x))
-        shown = has_content(x)
-        if bool(shown.all()):
+        self.shown = has_content(x)
+        if bool(self.shown.all()):
             return self._step(x, learn)
         logits = self._ask(self.source, x)
-        if bool(shown.any()):
-            logits[shown.to(logits.device)] = self._step(x[shown], learn).logits
+        if bool(self.shown.any()):
+            logits[self.shown.to(logits.device)] = self._step(x[self.shown], learn).logits
         return Pass(logits)
 
     @property
     def learning(self) -> bool:
         return self.method.learning and not self.watch.resting
-
-    def learn(self, x: Tensor) -> Pass:
-        shown = has_content(x)
-        if not bool(shown.any()):
-            return Pass(self.predict(x))
-        return self.method.learn(x[shown])
 
     def predict(self, x: Tensor) -> Tensor:
         if self.watch.shadow or self.watch.resting:
@@ -161,54 +157,44 @@ class Guarded(Wrapper):
         watch.images += len(seen.logits)
         broken = not bool(seen.logits.isfinite().all())
         if not broken:
-            watch.follow(seen.logits.argmax(-1).cpu(), self.guard.window)
+            watch.follow(seen.logits.argmax(-1).cpu())
         if not broken and not watch.shadow and (first or not self._due(len(x))):
             return seen
         asked = self._question(x, seen.logits, broken)
         if broken or watch.alarming(self.guard.tolerance):
             self._alarm()
             return Pass(self._whole(x, asked), seen.features)
+        shadow = watch.shadow
         self._judge()
-        if watch.shadow or watch.doubt:
+        if shadow:
             return Pass(self._whole(x, asked), seen.features)
         return seen
 
     def _due(self, n: int) -> bool:
         """Return whether the source should be asked about this batch of n images."""
         watch = self.watch
-        if watch.doubt or watch.left:
-            return True
+        age = watch.images - watch.began
+        pause = self.guard.every
+        if n <= SMALL_BATCH or watch.pace < 1:
+            pause = min(pause, n * max(1, age // EARLY_IMAGES))
+        elif self._reference(n) is self.unlearned:  # whole batches are asked about, so more rarely
+            pause = pause * n // SMALL_BATCH
         since = watch.images - watch.asked_at
-        soon = max(watch.asked_at - watch.began, 1) // 2  # the longer the method has run, the rarer the questions
-        every = self.guard.every
-        if watch.pace < 1:
-            every = every // CLOSER
-        if self._reference(n) is self.unlearned:  # whole batches are asked about, so more rarely
-            soon = soon * n // FEW_IMAGES
-            every = every * n // FEW_IMAGES
-        if since >= min(soon, every) or self._repeating():
-            watch.left = FEW_IMAGES
+        soon = max(watch.asked_at - watch.began, 1)  # after a start the pauses double
+        if since >= min(soon, pause):
             return True
-        return False
-
-    def _repeating(self) -> bool:
-        """Return whether the method's last predictions repeat themselves more than usual."""
-        watch = self.watch
-        if len(watch.latest) < ENOUGH_IMAGES:
-            return False
-        usual = max(watch.usual, repeats(watch.of_source), 1 / ENOUGH_IMAGES)
-        return repeats(watch.latest[-ENOUGH_IMAGES:]) > MORE * usual
+        return watch.doubtful(self.guard.tolerance, RECENT_IMAGES) or watch.repeating()
 
     def _question(self, x: Tensor, logits: Tensor, everything: bool) -> Tensor:
         """Ask the source about some images, and about the others if these look bad; return its logits."""
         watch = self.watch
         reference = self._reference(len(x))
         many = len(x)
-        if not (everything or watch.shadow or watch.doubt or reference is self.unlearned):
-            many = min(watch.left, many)
+        if not (everything or watch.shadow or reference is self.unlearned):
+            many = min(SMALL_BATCH, many)
         asked = self._ask(reference, x[:many])
         watch.take(*what_is_lost(asked, logits[:many]), self.guard.window)
-        if many < len(x) and watch.harm(many) > 2 * self.guard.tolerance:
+        if many < len(x) and watch.doubtful(self.guard.tolerance, many):
             rest = self._ask(reference, x[many:])
             watch.take(*what_is_lost(rest, logits[many:]), self.guard.window)
             asked = torch.cat([asked, rest])
@@ -216,9 +202,11 @@ class Guarded(Wrapper):
 
     def _whole(self, x: Tensor, asked: Tensor) -> Tensor:
         """Return the source's own logits of all of x, given those that were asked for."""
-        if len(asked) == len(x) and self._reference(len(x)) is self.source:
-            return asked
-        return self._ask(self.source, x)
+        if self._reference(len(x)) is self.unlearned:
+            return self._ask(self.source, x)
+        if len(asked) < len(x):
+            asked = torch.cat([asked, self._ask(self.source, x[len(asked) :])])
+        return asked
 
     @torch.no_grad()
     def _ask(self, model: Classifier, x: Tensor) -> Tensor:
@@ -234,37 +222,34 @@ class Guarded(Wrapper):
     # --- the verdict
 
     def _judge(self) -> None:
-        """Doubt, trust, and keep the state if it is good."""
+        """Trust the method again if it seems to do good, keep its state while it does no harm, and let it speed up."""
         watch = self.watch
-        n = len(watch.lost)
-        tolerance = self.guard.tolerance
-        some = min(n, ENOUGH_IMAGES)
-        latest = watch.harm(some)
-        watch.doubt = n >= FEW_IMAGES and latest > tolerated(tolerance, some)
-        small = watch.harm() < tolerance / 2 and latest < tolerance
-        if watch.shadow and n >= TRUST_IMAGES and small:
+        harm = watch.harm()
+        if watch.shadow and len(watch.lost) >= TRUST_IMAGES and harm < -self.guard.tolerance / 2:
             watch.shadow = False
-            watch.failures = 0
             self._note("trust")
-        if not watch.shadow and n >= ENOUGH_IMAGES and small:
+        good = not watch.shadow and len(watch.lost) >= RECENT_IMAGES and harm < self.guard.tolerance / 2
+        if good and watch.images - watch.snapshot_at >= self.guard.window:
             watch.snapshot = self.method.snapshot()
-            watch.usual = repeats(watch.latest[-ENOUGH_IMAGES:])
+            watch.snapshot_at = watch.images
         if watch.pace < 1 and not watch.shadow and watch.images - watch.began > CALM_IMAGES:
             watch.pace = min(1.0, watch.pace / self.guard.slower)
+            watch.failures = 0
             watch.began = watch.images
             self._set_rates()
 
     def _alarm(self) -> None:
         """Go back, learn more slowly from now on, and let the source answer."""
         watch = self.watch
-        watch.failures += 1
+        if not watch.shadow:
+            watch.failures += 1
         watch.pace *= self.guard.slower
         action = "slow"
-        if watch.failures >= FAILURES:
+        if watch.failures >= FAILURES or watch.pace < SLOWEST:
             action = "rest"
             watch.rest_until = watch.images + REST_IMAGES * 2**watch.rests
             watch.rests += 1
-            watch.pace = self.guard.slower
+            watch.pace = max(watch.pace, SLOWEST)
         self._note(action)
         self._restore(watch.snapshot)
         watch.snapshot = None  # what raises an alarm again was not good

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from mgtta._lib.names import spelled
 from mgtta._lib.ranks import Alone
 from mgtta.adaptation.budget import Budgeted
 from mgtta.adaptation.state import MethodState, load
@@ -95,8 +96,8 @@ class Method(MethodState, Budgeted):
         """Share every batch with other ranks: each gives its images, and all learn as one would from all of them."""
         if not self.shares_batches:
             raise ValueError(
-                f"{self.name} looks at a batch as a whole, so it cannot share one with other ranks: run it in one "
-                "process, or take a method that can, such as tent or mgtta"
+                f"{spelled(self.name)} looks at a batch as a whole, so it cannot share one with other ranks: run it in "
+                "one process, or take a method that can, such as tent or mgtta"
             )
         if self.model._uses_batch_statistics and batch_norms(self.model.net):
             raise ValueError(
@@ -174,8 +175,8 @@ class Method(MethodState, Budgeted):
     def _check_input(self, x: Tensor) -> None:
         if self.changes_images and isinstance(x, Tensor) and x.ndim != IMAGE_AXES:
             raise ValueError(
-                f"{self.name} makes views of images, so it needs images (N, channels, H, W), not {tuple(x.shape)}: "
-                "take another method, such as tent or mgtta"
+                f"{spelled(self.name)} makes views of images, so it needs images (N, channels, H, W), not "
+                f"{tuple(x.shape)}: take another method, such as tent or mgtta"
             )
 
     def learn(self, x: Tensor) -> Pass:
@@ -185,7 +186,7 @@ class Method(MethodState, Budgeted):
     def export(self) -> nn.Module:
         """Return a copy of your own module with the adapted weights, which predicts as the method does now."""
         if self.cannot_export:
-            raise ValueError(f"{self.name} cannot be exported: {self.cannot_export}")
+            raise ValueError(f"{spelled(self.name)} cannot be exported: {self.cannot_export}")
         _ = self.updates  # a GPU may still be learning
         return export_net(self.model, self.adapted, statistics=self.statistics)
 

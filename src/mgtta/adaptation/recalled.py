@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
 from mgtta._lib.errors import unknown as unknown_name
+from mgtta._lib.names import spelled
 from mgtta.adaptation.method import Events, Method
 from mgtta.adaptation.shift import Arriving, ShiftDetector, is_count
 from mgtta.adaptation.state import load
@@ -85,10 +86,11 @@ class Recalled(Wrapper):
     state_name = "recall"
 
     def __init__(self, method: Method | Wrapper, most: int, unknown: str = "continue"):
+        name = spelled(method.name)
         if method.optimizer is None:
-            raise ValueError(f"{method.name} learns no state by gradients that recall could keep: leave recall out")
+            raise ValueError(f"{name} learns no state by gradients that recall could keep: leave recall out")
         if method.ranks.size > 1:
-            raise ValueError(f"recall judges by the images of its own rank: {method.name} cannot recall over ranks")
+            raise ValueError(f"recall judges by the images of its own rank: {name} cannot recall over ranks")
         if unknown not in UNKNOWN:
             raise unknown_name("start of an unknown domain", unknown, UNKNOWN)
         super().__init__(method)

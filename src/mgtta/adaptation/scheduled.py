@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mgtta._lib.names import spelled
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.objective import ObjectiveMethod
 from mgtta.adaptation.shift import Arriving, ShiftDetector
@@ -169,7 +170,8 @@ class Scheduled(Wrapper):
 
     def __init__(self, method: Method | Wrapper):
         if not isinstance(innermost(method), ObjectiveMethod) or method.optimizer is None:
-            raise ValueError(f"schedule='auto' is for methods with a pure objective, and {method.name} has none")
+            name = spelled(method.name)
+            raise ValueError(f"schedule='auto' is for methods with a pure objective, and {name} has none")
         super().__init__(method)
         self._schedule = Schedule()
 

@@ -3,13 +3,15 @@
 Notation    q  the source's probabilities of an image, y = argmax q its prediction; y' the method's prediction
             lost = q_y - q_y', averaged over n images: by the source's own judgement, the accuracy that y' costs
             repeats = the chance that two of the n images get the same class; r of the source, r' of the method
-            harm = lost + CREDIT * log((r' + e) / (r + e)); e is the chance that a few pairs make up
+            harm = lost + min(lost, CREDIT * log((r' + e) / (r + e))); e is the chance that a few pairs make up
 The source cannot know what adaptation has learned, so `lost` rises when adaptation helps, too. But a model that gets
-better under a shift spreads its predictions over more classes, and one that collapses does the opposite.
+better under a shift spreads its predictions over more classes, and one that collapses does the opposite. Where hardly
+anything is lost, repeats say nothing: they can at most double what is lost.
 """
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,9 +22,10 @@ from torch import Tensor
 CREDIT = 0.1  # accuracy for which repeats that are fewer by a factor of e make up
 LEAST_REPEATS = 1e-3  # added to both chances: one in a thousand classes
 FEW_PAIRS = 4  # that may be of one class by accident: their chance is added instead where it is larger
-DEVIATIONS = 1.0  # standard errors by which the harm must be above what is tolerated for an alarm
-SLACK_IMAGES = 64  # of which twice the tolerance is tolerated: few images do not show that predictions spread
+SLACK_IMAGES = 128  # of which twice the tolerance is tolerated: few images do not show that predictions spread
 FEWEST_IMAGES = 32  # of which the harm is estimated; then twice as many, and so on, up to the window
+RECENT_IMAGES = 64  # of an estimate of the harm at present
+DOUBT = 0.3  # share of the harm that is tolerated, above which there is doubt
 
 
 @dataclass
@@ -32,19 +35,17 @@ class Watch:
     images: int = 0
     began: int = 0  # images at the last start
     asked_at: int = 0  # images when the source was last asked
-    left: int = 0  # images still to ask about: a question takes as many batches as it needs
     lost: list[float] = field(default_factory=list)  # of the last images that the source was asked about
     of_source: list[int] = field(default_factory=list)  # the source's predictions of the same images
     of_method: list[int] = field(default_factory=list)  # the method's
     latest: list[int] = field(default_factory=list)  # the method's last predictions, asked about or not
-    usual: float = 0.0  # repeats of the method's predictions when it was last found good
-    doubt: bool = False  # True while the source is asked about every image
     shadow: bool = False  # True while the source answers, and the method learns beside it
     pace: float = 1.0  # factor on the learning rate
-    failures: int = 0  # alarms since the method was last trusted
+    failures: int = 0  # alarms of a trusted method since the last calm
     rests: int = 0
     rest_until: int = 0  # images until which the source answers and nothing is learned
     snapshot: dict[str, Any] | None = None  # the method's state when it was last found good; None: its start
+    snapshot_at: int = 0  # images when it was kept
     events: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -58,11 +59,10 @@ class Watch:
         self.of_source = [*self.of_source, *of_source.tolist()][-window:]
         self.of_method = [*self.of_method, *of_method.tolist()][-window:]
         self.asked_at = self.images
-        self.left = max(self.left - len(lost), 0)
 
-    def follow(self, of_method: Tensor, window: int) -> None:
+    def follow(self, of_method: Tensor) -> None:
         """Take in the method's predictions (n,)."""
-        self.latest = [*self.latest, *of_method.tolist()][-window:]
+        self.latest = [*self.latest, *of_method.tolist()][-RECENT_IMAGES:]
 
     def forget(self) -> None:
         """Forget what was seen of a state that is left; the next one begins now, or after a rest."""
@@ -70,31 +70,37 @@ class Watch:
         self.of_source = []
         self.of_method = []
         self.latest = []
-        self.usual = 0.0
-        self.doubt = False
-        self.left = 0
         self.began = max(self.images, self.rest_until)
 
     def harm(self, n: int | None = None) -> float:
         """Return the harm over the last n images that the source was asked about, or over all of the window."""
-        n = n or len(self.lost)
+        n = min(n or len(self.lost), len(self.lost))
         if not n:
             return 0.0
+        lost = sum(self.lost[-n:]) / n
         least = max(LEAST_REPEATS, FEW_PAIRS / max(n * (n - 1) / 2, 1))
         more = (repeats(self.of_method[-n:]) + least) / (repeats(self.of_source[-n:]) + least)
-        return sum(self.lost[-n:]) / n + CREDIT * math.log(more)
+        return lost + min(lost, CREDIT * math.log(more))
 
     def alarming(self, tolerance: float) -> bool:
-        """Return whether the harm is above the tolerance, beyond chance, over any of several stretches."""
+        """Return whether the harm is above what is tolerated over any of several stretches."""
         n = FEWEST_IMAGES
         while n <= len(self.lost):
-            mean = sum(self.lost[-n:]) / n
-            square = sum(value * value for value in self.lost[-n:]) / n
-            error = math.sqrt(max(square - mean * mean, 0.0) / n)
-            if self.harm(n) - DEVIATIONS * error > tolerated(tolerance, n):
+            if self.harm(n) > tolerated(tolerance, n):
                 return True
             n *= 2
         return False
+
+    def doubtful(self, tolerance: float, n: int) -> bool:
+        """Return whether the harm over the last n images, or over all of the window, is worth a closer look."""
+        stretches = {min(n, len(self.lost)), len(self.lost)} - {0}
+        return any(self.harm(n) > DOUBT * tolerated(tolerance, n) for n in stretches)
+
+    def repeating(self) -> bool:
+        """Return whether the method's last predictions repeat themselves more than the source's did."""
+        if len(self.latest) < RECENT_IMAGES:
+            return False
+        return repeats(self.latest) > 2 * max(repeats(self.of_source), 1 / RECENT_IMAGES)
 
     def signals(self) -> dict[str, float]:
         """Return what an event tells: the harm and its two parts."""
@@ -116,8 +122,8 @@ def repeats(classes: list[int]) -> float:
     n = len(classes)
     if n < 2:
         return 0.0
-    counts = torch.tensor(classes).unique(return_counts=True)[1]
-    return float((counts * (counts - 1)).sum()) / (n * (n - 1))
+    pairs = sum(count * (count - 1) for count in Counter(classes).values())
+    return pairs / (n * (n - 1))
 
 
 def what_is_lost(asked: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,9 +142,9 @@ def what_is_lost(asked: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def saved_watch(found: Any) -> Watch:
-    """Return the watch of a state; a ValueError says what is invalid. A guard of 0.1 begins again at its pace."""
+    """Return the watch of a state; a ValueError says what is invalid. An earlier guard begins again at its pace."""
     fresh = Watch()
-    if isinstance(found, dict) and {"anchors", "images", "pace"} <= found.keys():
+    if isinstance(found, dict) and {"images", "pace"} <= found.keys() and found.keys() & {"anchors", "doubt"}:
         found = {**vars(fresh), "images": found["images"], "began": found["images"], "pace": found["pace"]}
     if not isinstance(found, dict) or found.keys() != vars(fresh).keys():
         raise ValueError("invalid guard state: it has other entries")

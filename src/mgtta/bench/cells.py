@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mgtta._lib.names import spelled
 from mgtta.bench.needs import work_of
 from mgtta.data.corruptions import CORRUPTIONS
 
@@ -96,10 +97,10 @@ class Cell:
         if self.sets:
             where = f"{len(self.sets)} data sets"
         if self.kind is not None:
-            return f"{self.method} on the stream {self.kind}"
+            return f"{spelled(self.method)} on the stream {self.kind}"
         if len(self.domains) == 1:
             where = self.domains[0]
-        return f"{self.method} on {where}"
+        return f"{spelled(self.method)} on {where}"
 
     @property
     def timed(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from mgtta._lib.errors import unknown
 from mgtta._lib.shipped import shipped
 from mgtta.bench.cells import Cell, Options, Setup, Training
-from mgtta.bench.needs import check_known, rate_at, takes_trade_off
+from mgtta.bench.needs import rate_at, registered_name, takes_trade_off
 from mgtta.bench.streams import streams
 from mgtta.bench.sweep import rates
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
@@ -161,12 +161,11 @@ def experiment_cells(name: str, options: Options) -> list[Cell]:
     """Return the cells of an experiment; an unknown experiment, method or corruption is an error."""
     if name not in EXPERIMENTS:
         raise unknown("experiment", name, EXPERIMENTS)
-    for method in options.methods:
-        check_known(method)
+    methods = [registered_name(method) for method in options.methods]
     for corruption in options.corruptions:
         if corruption not in (*CORRUPTIONS, *VALIDATION_CORRUPTIONS):
             raise unknown("corruption", corruption, (*CORRUPTIONS, *VALIDATION_CORRUPTIONS))
-    return EXPERIMENTS[name](options)
+    return EXPERIMENTS[name](dataclasses.replace(options, methods=methods))
 
 
 def variant(text: str) -> tuple[str, str]:

@@ -77,6 +77,6 @@ def work_of(method: str) -> tuple[str, int]:
     return found.name, found.revision
 
 
-def check_known(method: str) -> None:
-    """Raise an error that lists the valid names if there is no such method."""
-    recipe(method)
+def registered_name(method: str) -> str:
+    """Return the name that records have for a method; raise an error with the valid names if there is none."""
+    return recipe(method).name

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from mgtta.cli.errors import plain_warnings
-from mgtta.cli.inputs import model_and_data, process_group, source_of
+from mgtta.cli.inputs import check_source, model_and_data, process_group, source_of
 from mgtta.cli.options import (
     Checkpoint,
     Classes,
@@ -100,6 +100,7 @@ def adapt(
     """Predict images while adapting to them; write the predictions, and the state if a file is named for it."""
     import mgtta
     from mgtta._lib.ranks import ranks_of
+    from mgtta.methods.registry import SOURCE
     from mgtta.running.adapt import check_outputs
 
     group = process_group(context, device, timeout)
@@ -109,11 +110,13 @@ def adapt(
     chosen = settings(setting)
     if start is not None and "lr" in chosen:
         raise ValueError("--start continues at the learning rate of its state: leave out --set lr and --lr")
+    needs = _checked_needs(method, chosen, source, clean)
     part = ranks.part if split_shards else None
     classifier, dataset = model_and_data(
         model, checkpoint, num_classes, data, size, skip_unreadable, device, part, classes, restrict
     )
-    chosen |= _needed(method, classifier, chosen, source, clean, size)
+    if SOURCE in needs:
+        chosen["source"] = source_of(classifier, source, clean, size)
     how: dict[str, Any] = {"precision": precision, "low_memory": low_memory, "schedule": schedule}
     order: dict[str, Any] = {"batch_size": batch_size, "images": images, "shuffle": shuffle, "domain": Path(data).name}
     files: dict[str, Any] = {"state": state, "export": export, "resume": resume, "save_every": save_every}
@@ -197,10 +200,8 @@ def _class_names(dataset: Any, method: Any) -> Any:
     return classes.__getitem__
 
 
-def _needed(
-    method: str, classifier: Any, chosen: dict[str, Any], source: str | None, clean: str | None, size: int | None
-) -> dict[str, Any]:
-    """Return the source statistics as a setting, if the method needs them; raise if it lacks Fisher information."""
+def _checked_needs(method: str, chosen: dict[str, Any], source: str | None, clean: str | None) -> tuple[str, ...]:
+    """Return what the method needs; raise an error if an option for it is missing, before anything is loaded."""
     from mgtta.methods.registry import FISHER, SOURCE, recipe
 
     needs = recipe(method).needs
@@ -209,6 +210,6 @@ def _needed(
             f"{method} needs Fisher information of clean images: --set fisher=FILE, which `mgtta fisher` writes; "
             "--method eta does without it"
         )
-    if SOURCE not in needs:
-        return {}
-    return {"source": source_of(classifier, source, clean, size)}
+    if SOURCE in needs:
+        check_source(source, clean)
+    return needs

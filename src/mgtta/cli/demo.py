@@ -21,7 +21,7 @@ NEXT = """next:
 
 def demo(
     images: Images = 512,
-    methods: Methods = "noadapt,mgtta_plus",
+    methods: Methods = "noadapt,mgtta+",
     out: Out = Path("runs/demo"),
     device: Device = None,
 ) -> None:

@@ -51,13 +51,25 @@ def health() -> tuple[Table, bool]:
 def _add_packages(table: Table) -> bool:
     """Add a row for each package; return whether all are installed."""
     complete = True
+    remarks = _remarks()
     for name, use in PACKAGES.items():
         try:
-            table.add_row(name, importlib.metadata.version(name), "")
+            table.add_row(name, importlib.metadata.version(name), remarks.get(name, ""))
         except importlib.metadata.PackageNotFoundError:
             complete = False
             table.add_row(name, "[red]missing[/]", f"pip install {name}  (for {use})")
     return complete
+
+
+def _remarks() -> dict[str, str]:
+    """Return package -> what is unusual about it here."""
+    try:
+        from mgtta._lib.timm import _library
+    except Exception:  # a package is missing or does not fit; its row, or that of the devices, says so
+        return {}
+    if _library is None:
+        return {}
+    return {"torchvision": "built for another torch; mgtta does not need the operators that fail"}
 
 
 def _add(table: Table, rows: Callable[[], list[Row]]) -> bool:
@@ -76,8 +88,6 @@ def _devices() -> list[Row]:
     """Return the processors with their memory."""
     import torch
 
-    from mgtta._lib.timm import _library
-
     rows = [("cpu", f"{torch.get_num_threads()} threads, {_memory()}", "")]
     if not torch.cuda.is_available():
         rows.append(("cuda", "none", "adaptation runs on the CPU; a CUDA build of torch uses a GPU"))
@@ -86,8 +96,6 @@ def _devices() -> list[Row]:
             free, total = torch.cuda.mem_get_info(i)
             memory = f"{total / GIB:.0f} GiB, {free / GIB:.0f} GiB free"
             rows.append((f"cuda:{i}", f"{torch.cuda.get_device_properties(i).name}, {memory}", ""))
-    if _library is not None:
-        rows.append(("torchvision", "its operators are built for another torch; none is used here", ""))
     return rows
 
 

@@ -92,18 +92,30 @@ def labelled_images(images: Any, classifier: Any, most: int = 128) -> tuple[Any,
     return x, torch.cat(found)
 
 
+def check_source(source: str | None, clean: str | None) -> None:
+    """Raise an error unless one of --source and --clean is given, and what it names can be read."""
+    from mgtta._lib.shipped import shipped
+
+    if source is not None and clean is not None:
+        raise ValueError("--source names source statistics and --clean computes new ones: leave out one")
+    if source is None and clean is None:
+        raise ValueError(
+            "source statistics are needed: --source FILE, which `mgtta source` writes, "
+            "or --clean FOLDER of clean images"
+        )
+    if source is not None and source not in shipped("sources") and not Path(source).is_file():
+        known = ", ".join(shipped("sources"))
+        raise FileNotFoundError(f"--source {source}: no such file, and not one of {known}; `mgtta source` writes one")
+
+
 def source_of(classifier: Any, source: str | None, clean: str | None, size: int | None) -> Any:
     """Return the source statistics in the file of --source, or those of the images of --clean."""
     import mgtta
     from mgtta.data.streams import stream
 
-    if source is not None and clean is not None:
-        raise ValueError("--source names source statistics and --clean computes new ones: leave out one")
+    check_source(source, clean)
     if source is not None:
         return mgtta.load_source(source)
-    if clean is not None:
-        images = open_images(clean, classifier, size)
-        return mgtta.source_statistics(classifier, stream(images, first=CLEAN_IMAGES))
-    raise ValueError(
-        "source statistics are needed: --source FILE, which `mgtta source` writes, or --clean FOLDER of clean images"
-    )
+    assert clean is not None
+    images = open_images(clean, classifier, size)
+    return mgtta.source_statistics(classifier, stream(images, first=CLEAN_IMAGES))

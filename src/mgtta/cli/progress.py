@@ -9,6 +9,7 @@ from typing import Any
 from rich.progress import TaskID, TextColumn
 
 from mgtta._lib.bars import progress_bar
+from mgtta._lib.names import spelled
 from mgtta.bench.cells import Cell
 from mgtta.bench.resources import Listener
 from mgtta.evaluation.record import Record
@@ -55,7 +56,7 @@ class Bars(Listener):
             seconds = max(now - self.since, SHORTEST_SECONDS)
             speed = f", {self.seen / seconds:.0f} images/s"
         accuracy = "" if record.top1 is None else f": {record.top1:.1f} %"
-        self._show(f"{cell.method} on {record.domain}{accuracy}{speed}", part)
+        self._show(f"{spelled(cell.method)} on {record.domain}{accuracy}{speed}", part)
 
     def cell(self, cell: Cell, records: list[dict[str, Any]], fresh: bool) -> None:
         if fresh:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mgtta.cli.inputs import model_and_data, source_of
+from mgtta.cli.inputs import check_source, model_and_data, source_of
 from mgtta.cli.options import Checkpoint, Clean, Device, Model, NumClasses, Resume, Size, Skip, Source
 
 Data = Annotated[str, typer.Argument(help="Images to learn from, unlabelled: a folder, a tree, or tars.")]
@@ -67,6 +67,7 @@ def train(
     from mgtta._lib.files import command, writable
 
     writable(out, resume)
+    check_source(source, clean)
     classifier, dataset = model_and_data(model, checkpoint, num_classes, data, size, skip_unreadable, device)
     statistics = source_of(classifier, source, clean, size)
     given = {"steps": steps, "batch_size": batch_size, "lr": lr, "pull": pull}

@@ -12,7 +12,7 @@ Data = Annotated[str, typer.Argument(help="Images of the shifted stream, without
 Clean = Annotated[str, typer.Option(help="Clean images of the kind that the model was trained on; best class folders.")]
 Methods = Annotated[str, typer.Option(help="Methods to try, separated by commas; see `mgtta list`.")]
 Paces = Annotated[str, typer.Option(help="Factors on each method's own learning rate, separated by commas.")]
-Images = Annotated[int, typer.Option(min=1, help="Number of images, from the first.")]
+Images = Annotated[int, typer.Option(min=1, help="Number of images of the sample, from the first.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Images in a batch; best that of the stream.")]
 
 
@@ -20,7 +20,7 @@ def tune(
     data: Data,
     model: Model,
     clean: Clean,
-    methods: Methods = "mgtta,mgtta_plus,tent",
+    methods: Methods = "mgtta,mgtta+,tent",
     paces: Paces = "0.2,1,5",
     checkpoint: Checkpoint = None,
     num_classes: NumClasses = None,
@@ -35,16 +35,16 @@ def tune(
     import torch
 
     from mgtta.data.streams import stream
-    from mgtta.running.tune import default_candidates, tune
+    from mgtta.running.tune import CLEAN_IMAGES, default_candidates, tune
 
     classifier, dataset = model_and_data(model, checkpoint, num_classes, data, size, skip_unreadable, device)
     sample = torch.cat([batch.x for batch in stream(dataset, first=images, shuffle=False)])
-    x, labels = labelled_images(open_images(clean, classifier, size), classifier)
+    x, labels = labelled_images(open_images(clean, classifier, size), classifier, most=CLEAN_IMAGES)
     statistics = source_of(classifier, source, None if source else clean, size)
     candidates = default_candidates(names(methods), [number(text, "--paces") for text in names(paces)])
 
     def tell(candidate: Any) -> None:
-        typer.echo(f"{candidate.accuracy:5.1f} %: {candidate}", err=True)
+        typer.echo(f"{candidate.accuracy:5.1f} %  {candidate}", err=True)
 
     with plain_warnings():
         found = tune(

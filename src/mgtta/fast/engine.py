@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mgtta._lib.names import spelled
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.objective import ObjectiveMethod
 from mgtta.adaptation.state import own_buffers
@@ -75,7 +76,9 @@ def fits(method: Method, precision: str) -> bool:
         return known and _has_bfloat16(next(method.model.parameters()).device)
     if reason is not None:
         other = "fp32" if precision == "bf16" or refusal(method, "bf16") else "bf16"
-        raise ValueError(f"precision={precision!r} is not for {method.name}: {reason}; take precision={other!r}")
+        raise ValueError(
+            f"precision={precision!r} is not for {spelled(method.name)}: {reason}; take precision={other!r}"
+        )
     return True
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from mgtta._lib.errors import unknown
+from mgtta._lib.names import spelled
 from mgtta.methods._declared import REQUIRED
 from mgtta.methods._recipe import Recipe
 from mgtta.models.classifier import Classifier
@@ -37,10 +38,10 @@ def check_settings(chosen: Recipe, settings: dict[str, Any]) -> None:
     known = chosen.settings
     for key in settings:
         if key not in known:
-            raise unknown(f"setting of {chosen.name}", key, [*known, *OF_ALL])
+            raise unknown(f"setting of {spelled(chosen.name)}", key, [*known, *OF_ALL])
     for key, default in known.items():
         if default is REQUIRED and settings.get(key) is None:
-            raise ValueError(f"{chosen.name} needs {key}=...: {MADE_BY.get(key, 'give it')}")
+            raise ValueError(f"{spelled(chosen.name)} needs {key}=...: {MADE_BY.get(key, 'give it')}")
     check_number("lr", settings.get("lr"))
     if not settings.get("decay", math.inf) > 0:
         raise ValueError(f"decay must be above 0 (inf: the learning rate does not fall), not {settings['decay']}")

@@ -10,7 +10,7 @@ from mgtta.models.source import SourceStatistics
 
 
 def through_head(model: Classifier, direction: Tensor, every_class: bool = False, layer: str | None = None) -> Tensor:
-    """Return what a move of what the head reads (D,) adds to the logits (C,).
+    """Return what a move of what the head reads (..., D) adds to the logits (..., C).
 
     Args:
         layer: name of the layer that gives the logits; LOGITS if the move is of the logits themselves; None: the
@@ -18,12 +18,12 @@ def through_head(model: Classifier, direction: Tensor, every_class: bool = False
     """
     if layer == LOGITS:
         if model.classes is not None and not every_class:
-            direction = direction[model.classes]
+            direction = direction[..., model.classes]
         return direction
     weight = head_weight(model.head if layer is None else model.net.get_submodule(layer))
     if model.classes is not None and not every_class:
         weight = weight[model.classes]
-    return weight.to(direction) @ direction
+    return direction @ weight.to(direction).T
 
 
 def linear_centre(source: SourceStatistics, model: Classifier, remedy: str) -> Tensor:

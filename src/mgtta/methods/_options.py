@@ -2,6 +2,7 @@
 
 import copy
 
+from mgtta._lib.names import spelled
 from mgtta.adaptation.method import Method
 from mgtta.methods._checks import check_number
 from mgtta.methods._recipe import Recipe
@@ -32,7 +33,7 @@ def choosing(model: Classifier, params: Chosen | None, chosen: Recipe) -> Classi
     if params is None:
         return model
     if chosen.descent is None:
-        raise ValueError(f"{chosen.name} adapts no parameters by an optimizer: leave params out")
+        raise ValueError(f"{spelled(chosen.name)} adapts no parameters by an optimizer: leave params out")
     model = copy.copy(model)
     model.adapts = params
     return model
@@ -44,7 +45,8 @@ def set_pull(method: Method, pull: float | None) -> None:
     if pull is None:
         return
     if method.optimizer is None and pull:
-        raise ValueError(f"{method.name} adapts no parameters that pull could draw back to the source: leave pull out")
+        name = spelled(method.name)
+        raise ValueError(f"{name} adapts no parameters that pull could draw back to the source: leave pull out")
     if not pull < 1:
         raise ValueError(f"pull is a share of the way back to the source: at least 0 and below 1, not {pull}")
     method.pull = float(pull)

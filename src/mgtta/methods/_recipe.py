@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 from torch import nn
 
 from mgtta._lib.errors import unknown
+from mgtta._lib.names import spelled
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.objective import ObjectiveMethod
 from mgtta.methods._declared import AUTHORS, GRADIENTS, MGTTA, SETS, Paper
@@ -75,7 +76,9 @@ class Recipe:
         if chosen not in SETS:
             raise unknown("set of settings", chosen, SETS)
         if chosen == MGTTA and self.mgtta is None:
-            raise ValueError(f"the MGTTA paper does not run {self.base}: its only set of settings is {AUTHORS!r}")
+            raise ValueError(
+                f"the MGTTA paper does not run {spelled(self.base)}: its only set of settings is {AUTHORS!r}"
+            )
         name = self.base if chosen == AUTHORS else f"{self.base}@{chosen}"
         return dataclasses.replace(self, chosen=chosen, name=name)
 

@@ -1,9 +1,9 @@
 """MGTTA+: MGTTA with mirrored twins, re-centred predictions, and one setting for every stream. Ours: docs/research.md.
 
 Notation    n images; f (n, d) what the head reads, which gives the logits h = W f + b; mu the source's mean of f
-A running mean m of f, over about MEMORY_IMAGES images, tells how far the stream's features lie from the source's. Since
-the head is linear, taking the shift back before it is the same as adding W (mu - m) to the logits. If the logits do not
-come from one layer, f is the logits themselves and W is the identity.
+The mean m of f over the last images that look like one (see _neighbours.py) tells how far its features lie from the
+source's. Since the head is linear, taking the shift back before it is the same as adding W (mu - m) to the logits. If
+the logits do not come from one layer, f is the logits themselves and W is the identity.
 """
 
 import math
@@ -16,6 +16,7 @@ from mgtta.adaptation.method import OptimizerFactory
 from mgtta.adaptation.step import Pass
 from mgtta.methods._descent import Descent, constant_rate
 from mgtta.methods._head import check_head, check_mirrored, through_head
+from mgtta.methods._neighbours import Neighbours
 from mgtta.methods.mgtta import MGTTA
 from mgtta.methods.registry import GENERATOR, SOURCE, register
 from mgtta.models.classifier import Classifier
@@ -23,9 +24,8 @@ from mgtta.models.export import export_net
 from mgtta.models.head import LOGITS
 from mgtta.models.source import Source, SourceStatistics
 
-MEMORY_IMAGES = 160  # of the running mean: two batches and a half of 64
 ALIKE = 0.75  # share of clean images predicted alike when mirrored, from which mirror="auto" mirrors: docs/models.md
-PRIOR_IMAGES = 16  # for which the source's mean counts at the start
+EARLY = 0.25  # of the depth: the layer by whose features images are compared
 OPTIONS = {"pull": 0.05, "gather": 16, "recall": 16}  # one setting for all kinds of stream
 
 
@@ -35,7 +35,7 @@ OPTIONS = {"pull": 0.05, "gather": 16, "recall": 16}  # one setting for all kind
     descent=Descent(5e-3, "mgg", fixed=True),
     rate_at=constant_rate,
     options=OPTIONS,
-    revision=1,
+    revision=2,
     passes=(2, 2),
 )
 class MGTTAPlus(MGTTA):
@@ -49,9 +49,6 @@ class MGTTAPlus(MGTTA):
     three of four clean images like their mirror images, which `source_statistics` measures.
     decay: the learning rate of step t is lr / sqrt(1 + t / decay); by default it does not fall.
     """
-
-    mean: Tensor
-    images: Tensor
 
     def __init__(
         self,
@@ -72,8 +69,9 @@ class MGTTAPlus(MGTTA):
         if recentre and self.source.head_reads_last_layer is False:
             self.model.read_head(self.source.head_layer)
         like = next(iter(self.adapted.values()))
-        self.register_buffer("mean", self.source.to(like).before_head.detach().clone())
-        self.register_buffer("images", torch.zeros((), device=like.device))  # of which the mean is
+        self._early = int(EARLY * len(self.source.mean))
+        width = len(self.source.mean[self._early])
+        self.neighbours = Neighbours(self.source.to(like).before_head.detach(), width)
 
     def views(self, x: Tensor) -> Tensor:
         """Return the images, and after them their mirror images: (2n, 3, H, W)."""
@@ -84,7 +82,8 @@ class MGTTAPlus(MGTTA):
             return x
         check_mirrored(x)
         self.model.check(x)
-        x = x.to(self.mean.device, non_blocking=True)  # bytes stay bytes, a quarter of the floats that come of them
+        device = self.neighbours.keys.device
+        x = x.to(device, non_blocking=True)  # bytes stay bytes, a quarter of the floats that come of them
         return torch.cat([x, x.flip(-1)])
 
     def merge(self, logits: Tensor) -> Tensor:
@@ -104,39 +103,40 @@ class MGTTAPlus(MGTTA):
         """Return the logits with the features' shift taken back."""
         if not self.recentre:
             return seen.logits
-        mean, _ = self._running(seen.features[-1])
-        return seen.logits + self._shift(mean).to(seen.logits)
+        means = self.neighbours.means(*self._looks(seen), self._mu, self.ranks)
+        return seen.logits + self._shift(means).to(seen.logits)
 
     def _shift(self, mean: Tensor, every_class: bool = False) -> Tensor:
-        """Return what is added to the logits (C,) if the stream's mean is this: recentre * W (mu - m)."""
-        direction = self.source.to(mean).before_head - mean
-        return self.recentre * through_head(self.model, direction, every_class, self._layer)
+        """Return what is added to logits (..., C) if the mean (..., d) is this: recentre * W (mu - m)."""
+        return self.recentre * through_head(self.model, self._mu - mean, every_class, self._layer)
+
+    @property
+    def _mu(self) -> Tensor:
+        return self.source.to(self.neighbours.values).before_head
 
     def export(self) -> nn.Module:
-        """Return a copy of your own module with the adapted weights, and the shift in the bias of its head."""
+        """Return a copy of your own module with the adapted weights, and the mean shift in the bias of its head."""
         if not self.recentre:
             return super().export()
         if self._layer == LOGITS:
             raise ValueError(f"{self.model.name} has no layer whose bias takes the shift: give recentre=0 to export it")
         _ = self.updates  # a GPU may still be learning
-        shift = self._shift(self.mean, every_class=True)
+        shift = self._shift(self.neighbours.mean(self._mu), every_class=True)
         own = self.adapted
         return export_net(self.model, own, statistics=self.statistics, head_shift=shift, head_layer=self._layer)
 
     def observe(self, seen: Pass) -> None:
-        mean, images = self._running(seen.features[-1])
-        finite = mean.isfinite().all()
-        self.mean.copy_(torch.where(finite, mean, self.mean))
-        self.images.copy_(torch.where(finite, images, self.images))
+        if self.recentre:
+            self.neighbours.remember(*self._looks(seen), self.ranks)
 
-    def _running(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the running mean (d,) with these features in it, and the number of images that it is of."""
-        f = f.to(self.mean)  # the fast path rounds what the head reads
-        mean = self.ranks.mean(f)
-        assert mean is not None  # a batch has at least one image, on some rank
-        [n] = self.ranks.total([len(f) / (2 if self.mirror else 1)])
-        rate = (n / (self.images + PRIOR_IMAGES + n)).clamp(min=n / (MEMORY_IMAGES + n))
-        return self.mean.to(f).lerp(mean, rate.to(f)), self.images + n
+    def _looks(self, seen: Pass) -> tuple[Tensor, Tensor]:
+        """Return how each image looks, and what the head reads of it: (n, K) and (n, d), means over its views."""
+        early = seen.features[self._early]
+        last = seen.features[-1]
+        if not self.mirror:
+            return early, last
+        views = (2, len(early) // 2)
+        return early.unflatten(0, views).mean(0), last.unflatten(0, views).mean(0)
 
 
 def _mirrors(mirror: bool | str, source: SourceStatistics) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import mgtta.methods
 from mgtta._lib.errors import unknown
+from mgtta._lib.names import spelled
 from mgtta.methods._declared import (
     AUTHORS,
     BATCH_NORM,
@@ -101,5 +102,5 @@ def recipe(name: str) -> Recipe:
     base, at, chosen = name.partition("@")
     found = known.get(base.replace("-", "_").replace("+", "_plus"))
     if found is None:
-        raise unknown("recipe", name, known)
+        raise unknown("recipe", name, map(spelled, known))
     return found.at(chosen) if at else found

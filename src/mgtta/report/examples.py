@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from mgtta._lib.names import spelled
 from mgtta._lib.shipped import shipped
 from mgtta.adaptation.wrapper import Adapting
 from mgtta.data.cache import Held, Room
@@ -24,7 +25,7 @@ from mgtta.methods.registry import FISHER, SOURCE, recipe, recipes
 from mgtta.models.classifier import Classifier
 from mgtta.models.loading import load_model
 from mgtta.models.source import SourceStatistics, load_source, source_statistics
-from mgtta.report.summary import Record, spelled, unique
+from mgtta.report.summary import Record, unique
 
 SIDE = 224  # pixels, of a shown image at most
 PHOTO = 96  # pixels, from which on an image is stored as a JPEG

@@ -5,7 +5,6 @@ table has a row for each method and a column for each domain, or for each value 
 """
 
 import math
-import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,6 +13,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
+from mgtta._lib.names import spelled
 from mgtta.data.corruptions import CORRUPTIONS
 from mgtta.data.streams import STREAM_KINDS
 from mgtta.methods.registry import recipes
@@ -406,11 +406,6 @@ def label(value: Any, none: str = "") -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return f"{value:g}"
     return str(value)
-
-
-def spelled(method: Any) -> str:
-    """Return a method's name as reports write it: mgtta+ for the recipe mgtta_plus."""
-    return re.sub(r"_plus\b", "+", str(method))
 
 
 def place(order: Iterable[str], name: str) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mgtta._lib.bars import progress_bar
 from mgtta._lib.files import writable, write_tensors
+from mgtta._lib.names import spelled
 from mgtta._lib.ranks import Alone
 from mgtta._lib.timm import timm
 from mgtta.adaptation.wrapper import Adapting
@@ -110,7 +111,9 @@ def adapt_stream(
     planned = _planned(dataset, method.ranks, split_shards, shuffle, batch_size=batch_size, first=images, domain=name)
     run = None
     with ExitStack() as stack:
-        bar = stack.enter_context(_Bar(f"{method.name} on {name}", len(planned), progress and method.ranks.first))
+        bar = stack.enter_context(
+            _Bar(f"{spelled(method.name)} on {name}", len(planned), progress and method.ranks.first)
+        )
         if resume is not None:
             settings = _protocol(method, dataset, out, batch_size, images, protocol, compare)
             run = stack.enter_context(Run(Path(resume), method, Path(out), dataset, settings, batch_size, save_every))

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mgtta._lib.names import spelled
 from mgtta.adaptation.monitor import Monitor, Signals
 from mgtta.adaptation.wrapper import Adapting
 from mgtta.running.adapt import StreamResult
@@ -84,7 +85,7 @@ def settings_of(method: Adapting) -> dict[str, Any]:
     """Return what a run's first line says of a method: its name, device, precision and learning rate."""
     lr = None if method.optimizer is None else method.optimizer.param_groups[0]["lr"]
     device = str(next(method.model.parameters()).device)
-    return {"method": method.name, "device": device, "precision": method.precision, "lr": lr}
+    return {"method": spelled(method.name), "device": device, "precision": method.precision, "lr": lr}
 
 
 def sentences(monitor: Monitor, signals: Signals | None) -> list[str]:

@@ -18,6 +18,7 @@ from fastapi import HTTPException
 from fastapi.responses import HTMLResponse, StreamingResponse
 
 from mgtta import __version__
+from mgtta._lib.names import spelled
 from mgtta.serve.cluster import AnyStreams
 from mgtta.serve.live import Picture, Prediction
 
@@ -76,7 +77,12 @@ class LiveView:
         method = self.streams.method
         calibration = self.streams.calibration
         error = None if calibration is None else calibration.error
-        return {"model": method.model.name, "method": method.name, "version": __version__, "error_points": error}
+        return {
+            "model": method.model.name,
+            "method": spelled(method.name),
+            "version": __version__,
+            "error_points": error,
+        }
 
 
 class Brief:

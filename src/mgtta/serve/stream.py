@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from mgtta.adaptation.content import has_content
 from mgtta.adaptation.gathered import Gathered
 from mgtta.adaptation.guarded import Guarded
 from mgtta.adaptation.recalled import Domains, Recalled
@@ -106,7 +105,8 @@ class Stream:
         if guarded is not None:
             self._note_guard(guarded.watch.events[events:])
             learning = learning and not guarded.watch.resting
-            x = x[has_content(x)]
+            if learning:
+                x = x[guarded.shown]
         shifted = self._note_shift(before)
         if self.gather and learning and len(x):
             self._keep(x)
