@@ -1,6 +1,7 @@
 """Parts of benchmarks/speed.py: other methods and networks, the first batches, batches of one, decoding, accuracy."""
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -14,7 +15,7 @@ from typing import Any
 
 import evaluate
 import torch
-from speed_tools import Contender, classifier, images, measure, method_of, needed, tent_as_usual
+from speed_tools import Contender, classifier, images, like, measure, method_of, needed, tent_as_usual
 from torch import Tensor
 
 import mgtta
@@ -188,7 +189,9 @@ def _latencies(method: Any, x: Tensor, calls: int, interval: float) -> dict[str,
     read = time.perf_counter if x.is_cuda else time.process_time
     found = []
     began = read()
+    batches = itertools.cycle(like(x))
     for i in range(calls):
+        x = next(batches)
         while read() < began + i * interval:
             pass
         start = read()

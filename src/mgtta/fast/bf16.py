@@ -18,6 +18,7 @@ from mgtta.models.hooks import own_hook
 from mgtta.models.norms import blocks_of, dotted, norm_layers
 from mgtta.models.statistics import StreamStatistics
 
+Views = Callable[[Tensor], Tensor]  # images -> those that go through the network
 How = Callable[[Callable[..., Any]], Callable[..., Any]]  # a function -> the same function, or it compiled
 
 
@@ -91,11 +92,11 @@ class Hooked:
             block = self.model.net.get_submodule(name)
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
-    def __call__(self, x: Tensor, how: How) -> tuple[Tensor, list[Tensor]]:
-        """Return the logits, and the features of each layer."""
+    def __call__(self, x: Tensor, how: How, views: Views) -> tuple[Tensor, list[Tensor]]:
+        """Return the logits, and the features of each layer, of views of x."""
         if not self.recompute:
-            return how(_hooked)(self, x)
-        found = _hooked(self, x)
+            return how(_hooked)(self, x, views)
+        found = _hooked(self, x, views)
         self.collecting = False  # blocks run again in the backward pass
         return found
 
@@ -119,7 +120,8 @@ def _last_channels(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ..
     return inputs[0].contiguous(memory_format=torch.channels_last), *inputs[1:]
 
 
-def _hooked(network: Hooked, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _hooked(network: Hooked, x: Tensor, views: Views) -> tuple[Tensor, list[Tensor]]:
+    x = views(x)
     network.reader.images = len(x)
     logits = network.model(x)
     return logits, network.reader.take()

@@ -267,7 +267,7 @@ class FastEngine:
     def _look(self, x: Tensor, how: How, collect: bool = False) -> Pass:
         network = self._net()
         network.collecting = collect
-        logits, features = network(self.method.views(x), how)
+        logits, features = network(x, how, self.method.views)
         return Pass(self.method.merge(logits), features)
 
     def _lay_out(self, x: Tensor) -> None:

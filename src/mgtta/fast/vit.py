@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mgtta._lib.timm import timm
-from mgtta.fast.bf16 import How
+from mgtta.fast.bf16 import How, Views
 from mgtta.fast.float8 import FLOAT8, Float8Weights, float8_weights, multiplies_float8
 from mgtta.fast.kernels import norm_backward, qkv_backward
 from mgtta.fast.mlp import mlp
@@ -63,37 +63,37 @@ class ViT:
             return False
         return all(size % 16 == 0 for block in cast(Any, model.net).blocks for size in block.mlp.fc1.weight.shape)
 
-    def __call__(self, x: Tensor, how: How) -> tuple[Tensor, list[Tensor]]:
-        """Return the logits, and the features of each layer.
+    def __call__(self, x: Tensor, how: How, views: Views) -> tuple[Tensor, list[Tensor]]:
+        """Return the logits, and the features of each layer, of views of x.
 
         The features are the class token after each block's first norm, except the first block's, and after the final
         norm.
         """
         patch = self.net.patch_embed
         if tuple(x.shape[1:]) != (patch.proj.in_channels, *patch.img_size):
-            return self.model.features(x)  # which raises the network's own error
+            return self.model.features(views(x))  # which raises the network's own error
         last = self.net.blocks[-1]
         if self.recompute and torch.is_grad_enabled():
-            h, x, taps = self._recomputed_blocks(x, how)
+            h, x, taps = self._recomputed_blocks(x, how, views)
         else:
-            h, x, taps = self._blocks(x, how)
+            h, x, taps = self._blocks(x, how, views)
         logits, tap = how(_end)(self.net, last, h, x, self.model.classes, self.keep)
         return logits, [*taps, tap]
 
-    def _blocks(self, x: Tensor, how: How) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _blocks(self, x: Tensor, how: How, views: Views) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return the last block's normed tokens, its tokens, and the taps so far."""
         taps: list[Tensor] = []
-        h, x = how(_begin)(self.model, self.net.blocks[0], x, self.keep)
+        h, x = how(_begin)(self.model, self.net.blocks[0], x, views, self.keep)
         for (block, following), float8 in zip(pairwise(self.net.blocks), self.float8, strict=True):
             h, x, tap = how(_block)(block, following, h, x, self.keep, float8)
             taps.append(tap)
         return h, x, taps
 
-    def _recomputed_blocks(self, x: Tensor, how: How) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _recomputed_blocks(self, x: Tensor, how: How, views: Views) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return the same as `_blocks`, where each block keeps only its input for the backward pass."""
         *early, last = self.net.blocks
         taps: list[Tensor] = []
-        x = how(_embed)(self.model, x)
+        x = how(_embed)(self.model, x, views)
         for block, float8 in zip(early, self.float8, strict=True):
             x, tap = _Recomputed.apply(x, how, block, self.keep, float8, *_norms(block))
             taps.append(tap)
@@ -146,9 +146,9 @@ def _is_norm(layer: nn.Module) -> bool:
 # --- the parts, each compiled separately
 
 
-def _embed(model: Classifier, x: Tensor) -> Tensor:
+def _embed(model: Classifier, x: Tensor, views: Views) -> Tensor:
     """Return the tokens (N, L, d) that the first block takes."""
-    x = model.prepare(x).to(torch.bfloat16)
+    x = model.prepare(views(x)).to(torch.bfloat16)
     net = cast(Any, model.net)
     proj = net.patch_embed.proj
     n, channels, height, width = x.shape
@@ -158,9 +158,9 @@ def _embed(model: Classifier, x: Tensor) -> Tensor:
     return net._pos_embed(F.linear(patches, proj.weight.flatten(1), proj.bias))
 
 
-def _begin(model: Classifier, block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
+def _begin(model: Classifier, block: Any, x: Tensor, views: Views, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Return the first block's normed tokens and its tokens, both (N, L, d)."""
-    h, x, _ = _norm(block.norm1, _embed(model, x), keep, tapped=False)
+    h, x, _ = _norm(block.norm1, _embed(model, x, views), keep, tapped=False)
     return h, x
 
 
