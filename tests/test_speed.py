@@ -14,6 +14,7 @@ SCRIPT = Path(__file__).parent.parent / "benchmarks" / "speed.py"
     ("words", "heading", "row"),
     [
         (["--part", "step", "--model", "test_vit"], "## A step: test_vit, batch 2", "| TENT as usually written |"),
+        (["--part", "plus", "--model", "test_vit"], "## MGTTA+ on the fast path: test_vit", "| MGTTA+ |"),
         (["--part", "methods", "--model", "test_vit"], "## Methods that choose images: test_vit", "| eata |"),
         (["--part", "networks"], "## Other networks", "| test_vit reg_tokens=2 | TENT, captured |"),
         (["--part", "single", "--model", "test_vit"], "## Batches of one: test_vit", "| MGTTA+ | in a row |"),
