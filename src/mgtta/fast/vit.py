@@ -27,6 +27,8 @@ from mgtta.fast.kernels import norm_backward, qkv_backward
 from mgtta.fast.mlp import mlp
 from mgtta.models.classifier import Classifier
 
+RECOMPUTED_IMAGES = 64  # with little memory, that pass a block at a time
+
 
 class ViT:
     """A plain ViT with a class token, as the fast path runs it; `fits` says which models are plain.
@@ -298,7 +300,10 @@ class _QKV(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """A block that keeps only its input, and runs again in the backward pass; both runs are compiled."""
+    """A block that keeps only its input, and runs again in the backward pass; both runs are compiled.
+
+    Both take RECOMPUTED_IMAGES images at a time: what a block needs meanwhile does not grow with the batch.
+    """
 
     @staticmethod
     def forward(
@@ -308,18 +313,32 @@ class _Recomputed(torch.autograd.Function):
         ctx.how = how
         ctx.block = block
         ctx.given = (keep, float8)
-        return how(_whole)(block, x, keep, float8)
+        return _joined([how(_whole)(block, part, keep, float8) for part in x.split(RECOMPUTED_IMAGES)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         [x] = ctx.saved_tensors
-        x = x.detach().requires_grad_()
         norms = _norms(ctx.block)
-        with torch.enable_grad():
-            outputs = ctx.how(_whole)(ctx.block, x, *ctx.given, True)
-        found = iter(torch.autograd.grad(outputs, [x, *(p for p in norms if p.requires_grad)], grads))
-        dx = next(found)
-        return dx, None, None, None, None, *(next(found) if p.requires_grad else None for p in norms)
+        moved = [p for p in norms if p.requires_grad]
+        dx = []
+        found: list[list[Tensor]] = []  # the gradients of the norms, of each part of the images
+        for part, *own in zip(*(t.split(RECOMPUTED_IMAGES) for t in (x, *grads)), strict=True):
+            part = part.detach().requires_grad_()
+            with torch.enable_grad():
+                outputs = ctx.how(_whole)(ctx.block, part, *ctx.given, True)
+            first, *others = torch.autograd.grad(outputs, [part, *moved], own)
+            dx.append(first)
+            found.append(others)
+        sums = (sum(each[1:], each[0]) for each in zip(*found, strict=True))
+        [whole] = _joined([(t,) for t in dx])
+        return whole, None, None, None, None, *(next(sums) if p.requires_grad else None for p in norms)
+
+
+def _joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Return each of several tensors whole, from its parts."""
+    if len(parts) == 1:
+        return parts[0]
+    return tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
 
 def _norms(block: Any) -> list[Tensor]:
