@@ -14,8 +14,8 @@ data      images a second that the loader gives from JPEG tars, against its numb
 evaluate  what `evaluate` adds to many batches of one
 growth    time and memory against batch size, model and the generator's hidden size
 accuracy  DeiT-Tiny on ImageNet under the 15 corruptions: the fast path against float32, schedule="auto" against always
-paths     DeiT-Tiny under five of them: other methods on the fast path against float32, and MGTTA+ with mirrored twins
-          at all, at no, or at the first batches of a domain
+paths     five corruptions: other methods on the fast path against float32, and MGTTA+ with mirrored twins at all, at
+          no, or at the first batches of a domain; DeiT-Tiny, or without --data an embedded model
 
 Weights are random where the package ships none: they don't change the work. The contenders take turns in an order drawn
 anew for each round; a figure is the median over rounds, after each has been warmed up. On a CPU a turn is a batch, and
@@ -374,6 +374,7 @@ def main() -> None:
             "took": time.perf_counter() - began,
         }
         which = dict.fromkeys(("step", "plus"), f" {args.model} {args.batch} {args.device}")
+        which["paths"] = f" {'DeiT-Tiny' if args.data is not None else args.model}"
         which |= dict.fromkeys(("growth", "start", "single", "evaluate"), f" {args.device}")
         key = part + which.get(part, "")
         result[key] = {**about, **found}

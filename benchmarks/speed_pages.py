@@ -233,7 +233,7 @@ def paths_page(part: dict[str, Any]) -> str:
                 twins = f"the first {row['twins']} batches of a domain"
         lines.append([row["name"], row["precision"], twins, _spread(row["top1"])])
     named = ", ".join(part["corruptions"])
-    title = f"## Accuracy by path: DeiT-Tiny, {part['images']} ImageNet images under each of {len(part['corruptions'])}"
+    title = f"## Accuracy by path: {part['model']}, {part['images']} images under each of {len(part['corruptions'])}"
     told = f"{named}; reset before each. Mean and standard deviation of {len(part['rows'][0]['top1'])} orders."
     return f"{title} corruptions\n\n{table(['', 'precision', 'twins', 'top-1, %'], lines, right=True)}\n\n{told}"
 

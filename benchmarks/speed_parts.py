@@ -21,6 +21,7 @@ from mgtta._lib.profile import now
 from mgtta._lib.timm import timm
 from mgtta.adaptation.wrapper import innermost
 from mgtta.bench.needs import needs_fisher, needs_source
+from mgtta.data.embedded import images_for
 from mgtta.data.streams import corrupted, stream
 from mgtta.fast.vit import ViT
 
@@ -51,6 +52,7 @@ PATH_SETTINGS: dict[str, dict[str, Any]] = {  # learning rates as in benchmarks/
     "roid": {"lr": 7.5e-4},
     "deyo": {"lr": 1.5e-4},
 }
+CLEAN_SEED = 99  # of clean images, other ones than those of the test
 COMPILE_SECONDS = 45.0  # that are left for a network that is compiled
 INTERVAL_SECONDS = 0.01  # between two images that come one by one
 FIRST_BATCHES = 40  # of a stream
@@ -247,19 +249,14 @@ def decoding(files: list[bytes], device: str) -> dict[str, Any]:
 
 
 def paths(args: argparse.Namespace) -> dict[str, Any]:
-    """Return accuracies of methods on the fast path beside float32, and of MGTTA+ with twins at some batches."""
-    import imagenet
+    """Return accuracies of methods on the fast path beside float32, and of MGTTA+ with twins at some batches.
 
-    if args.data is None or args.checkpoint is None:
-        raise SystemExit("paths needs --data and --checkpoint")
-    model = imagenet.deit_tiny(args.checkpoint, args.device)
-    clean = imagenet.shard(args.data, 0)
-    some = clean.x[: 64 if args.quick else 512]
-    given = {"source": imagenet.source_of(model, clean), "fisher": mgtta.fisher_information(model, some)}
-    test = imagenet.shard(args.data, *((1,) if args.quick else (1, 2)))
+    Without --data it takes an embedded model and its images.
+    """
+    made = _on_imagenet if args.data is not None else _on_embedded
+    model, given, test = made(args)
     names = PATH_CORRUPTIONS[:1] if args.quick else PATH_CORRUPTIONS
-    first = 128 if args.quick else None
-    batches = list(stream(corrupted(test, names), batch_size=64, first=first, device=args.device))
+    batches = list(stream(corrupted(test, names), batch_size=64, device=args.device))
     orders = [batches, *(shuffled(batches, seed) for seed in range(1, args.orders))]
     rows: list[dict[str, Any]] = []
 
@@ -267,7 +264,8 @@ def paths(args: argparse.Namespace) -> dict[str, Any]:
         if args.deadline.left < 15:
             return
         own = {key: given[key] for key, needs in (("source", needs_source), ("fisher", needs_fisher)) if needs(name)}
-        method = mgtta.create(name, model, precision=precision, **own, **PATH_SETTINGS[name], **settings)
+        rates = PATH_SETTINGS[name] if args.data is not None else {}
+        method = mgtta.create(name, model, precision=precision, **own, **rates, **settings)
         began = now()
         found = [_right(method, order, twins) for order in orders]
         seconds = (now() - began) / len(orders)
@@ -275,13 +273,36 @@ def paths(args: argparse.Namespace) -> dict[str, Any]:
         rows.append({"name": name, "precision": precision, "twins": twins, "top1": found, "seconds": seconds, **shown})
         print(rows[-1], file=sys.stderr)
 
-    for mirror, twins in ((True, None), (False, None), (True, 5), (True, 15)):
+    mirrored = ((True, None), (False, None), (True, 5), (True, 15))
+    for mirror, twins in mirrored if args.data is not None else ((False, None),):  # mirrored characters are others
         run("mgtta_plus", "bf16", twins, mirror=mirror)
-    for name in PATH_SETTINGS:
+    run("mgtta_plus", "fp32", mirror=args.data is not None)
+    for name in list(PATH_SETTINGS)[1:]:
         for precision in ("fp32", "bf16"):
-            if (name, precision) != ("mgtta_plus", "bf16"):
-                run(name, precision)
-    return {"images": first or len(test), "corruptions": list(names), "batches": len(batches), "rows": rows}
+            run(name, precision)
+    told = {"model": model.name, "images": len(test), "corruptions": list(names), "batches": len(batches)}
+    return {**told, "rows": rows}
+
+
+def _on_imagenet(args: argparse.Namespace) -> tuple[mgtta.Classifier, dict[str, Any], Any]:
+    """Return DeiT-Tiny, what methods need, and the test images."""
+    import imagenet
+
+    if args.checkpoint is None:
+        raise SystemExit("paths on ImageNet needs --checkpoint")
+    model = imagenet.deit_tiny(args.checkpoint, args.device)
+    clean = imagenet.shard(args.data, 0)
+    given = {"source": imagenet.source_of(model, clean), "fisher": mgtta.fisher_information(model, clean.x[:512])}
+    return model, given, imagenet.shard(args.data, 1, 2)
+
+
+def _on_embedded(args: argparse.Namespace) -> tuple[mgtta.Classifier, dict[str, Any], Any]:
+    """Return an embedded model, what methods need, and the test images."""
+    model = mgtta.load_model(args.model).to(args.device)
+    images_of = images_for(args.model)
+    clean = images_of(64 if args.quick else 512, seed=CLEAN_SEED).tensors()[0]
+    given = {"source": mgtta.load_source(args.model), "fisher": mgtta.fisher_information(model, clean)}
+    return model, given, images_of(64 if args.quick else 512)
 
 
 def _right(method: Any, batches: list[Any], twins: int | None) -> float:
