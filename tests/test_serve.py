@@ -386,7 +386,7 @@ def test_a_disk_that_fails_is_tried_again_and_answers_go_on(tmp_path, monkeypatc
     def sometimes(folder, stream):
         if broken[0]:
             raise OSError("no space left on device")
-        save(folder, stream)
+        return save(folder, stream)
 
     monkeypatch.setattr(StateFolder, "save", sometimes)
     with serving(tmp_path, wait_seconds=0, save_seconds=0.02) as streams:

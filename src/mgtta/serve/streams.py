@@ -161,7 +161,7 @@ class Streams:
         side: of the images in pixels.
         folder: for the saved states.
         calibration: what `mgtta.calibrate` gave, for the live view's estimate of accuracy.
-        shared: other processes use the folder, too; no two of them have the same stream.
+        shared: other processes of the same service use the folder, too; the last one that is asked for a stream has it.
 
     Attributes:
         totals: counts since the start, by name.
@@ -262,7 +262,7 @@ class Streams:
         """Return what is known about a stream: its counts, its running entropy and whether it is frozen."""
         with self._change:
             known = self._reports.get(name)
-        if known is None:
+        if known is None or not self.store.holds(name):
             return self._ask(name, lambda stream: stream.report())
         future: Future[dict[str, Any]] = Future()
         future.set_result(known)
@@ -372,7 +372,7 @@ class Streams:
             log.exception("the service has failed")
         finally:
             self._refuse_all()
-            for stream in self._loaded.values():
+            for stream in list(self._loaded.values()):
                 self._save(stream)
 
     def _round(self, turns: list[str]) -> None:
@@ -520,12 +520,14 @@ class Streams:
     def _stream(self, name: str, fresh: bool) -> Stream:
         """Return a stream, loaded if need be; with `fresh`, its saved state is not read."""
         stream = self._loaded.get(name)
-        if stream is not None:
+        if stream is not None and self.store.holds(name):
             self._loaded.move_to_end(name)
             return stream
+        self._leave(name)
         while len(self._loaded) >= self.limits.loaded_streams:
             self._evict()
         stream = Stream(name, stream_copy(self.method), self.limits.batch_images, self.limits.thumbnails)
+        self.store.claim(stream)
         if not fresh and self.store.load(stream):
             self.totals["loads"] += 1
         else:
@@ -540,11 +542,16 @@ class Streams:
         stream.drop_kept()
         if stream.changed_at is not None:
             self._write(stream)
+        self._leave(name)
         with self._change:
-            del self._loaded[name]
-            self._alone.discard(name)
             self._reports[name] = stream.report()
         self.totals["evictions"] += 1
+
+    def _leave(self, name: str) -> None:
+        """Remove a stream from memory as it is."""
+        with self._change:
+            self._loaded.pop(name, None)
+            self._alone.discard(name)
 
     def _save_times(self) -> dict[str, float]:
         """Return when each loaded stream must be saved; those without a change are left out."""
@@ -582,7 +589,10 @@ class Streams:
     def _write(self, stream: Stream) -> None:
         began = time.monotonic()
         stream.bytes = own_bytes(stream.method, self.method)
-        self.store.save(stream)
+        if not self.store.save(stream):
+            log.warning("another process has stream %s now: what is not saved here is lost", stream.name)
+            self._leave(stream.name)
+            return
         self.totals["saves"] += 1
         self.busy_seconds["save"] += time.monotonic() - began
         with self._change:
