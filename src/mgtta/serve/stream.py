@@ -6,6 +6,7 @@ kept images later. Kept images are never saved: a stream that is saved and loade
 Shapes: n images, C classes.
 """
 
+import hashlib
 import math
 import time
 from collections.abc import Sequence
@@ -60,6 +61,7 @@ class Stream:
             self.gather = 1 if gathered is None else gathered.images
         self.live = Live(thumbnails)
         self.kept: list[Tensor] = []
+        self._digests: set[bytes] = set()  # of the kept images
         self.changed_at: float | None = None
         self.unsaved = 0
         self.bytes = 0
@@ -72,7 +74,7 @@ class Stream:
         self.shifts = 0
         self.recalled = 0
         self.alarms = 0
-        self.kept.clear()
+        self.clear_kept()
 
     @property
     def waiting(self) -> int:
@@ -116,7 +118,7 @@ class Stream:
     def learn(self) -> None:
         """Make one update from the kept images, at most `update_images` of them."""
         together = torch.cat(self.kept)
-        self.kept.clear()
+        self.clear_kept()
         if len(together) > self.update_images:
             self.kept.append(together[self.update_images :])
         self.method.learn(together[: self.update_images])
@@ -145,9 +147,14 @@ class Stream:
         self._changed()
 
     def drop_kept(self) -> None:
-        """Forget the images that wait to be learned from."""
+        """Forget the images that wait to be learned from, and count them."""
         self.dropped += self.waiting
+        self.clear_kept()
+
+    def clear_kept(self) -> None:
+        """Forget the images that wait to be learned from."""
         self.kept.clear()
+        self._digests.clear()
 
     def weights(self) -> dict[str, Tensor]:
         """Return the adapted network's weights."""
@@ -237,11 +244,21 @@ class Stream:
         self.entropy += min(share, 1.0) * (found - self.entropy)
 
     def _keep(self, x: Tensor) -> None:
-        """Keep the images; drop the oldest if learning does not keep up."""
-        self.kept.append(x)
+        """Keep the images, each once; drop the oldest if learning does not keep up."""
+        new = [i for i, image in enumerate(x) if self._is_new(image)]
+        self.dropped += len(x) - len(new)
+        if new:
+            self.kept.append(x[new])
         most = KEEP_BATCHES * max(self.update_images, self.gather)
         while self.waiting > most:
             self.dropped += len(self.kept.pop(0))
+
+    def _is_new(self, image: Tensor) -> bool:
+        """Return whether no kept image has the same bytes; many copies of one image would teach only its class."""
+        digest = hashlib.blake2b(image.cpu().numpy().tobytes(), digest_size=16).digest()
+        known = digest in self._digests
+        self._digests.add(digest)
+        return not known
 
 
 Kind = TypeVar("Kind", bound=Wrapper)
