@@ -8,11 +8,13 @@ direct rate is that of `method(x)` with the same settings, images that are decod
 measured before and after each row of the table, and the row is compared with the mean of the two, so that other work on
 the machine changes both alike. Every row is the median of several repetitions. Only 127.0.0.1 is asked.
 
-Overload sends ten times as many images a second as the service answers, 16 in a request, whether or not earlier
-requests are answered.
+Overload first measures the sustainable load: clients that wait for their answers, four for each of eight streams, with
+16 images in a request. Then two processes send ten times as many images a second for a minute, each request on a
+connection of its own and at its own time, whether or not earlier requests are answered.
 """
 
 import argparse
+import asyncio
 import http.client
 import io
 import json
@@ -26,9 +28,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -49,8 +54,11 @@ MANY_STREAMS = 1000
 TIMES = 10  # the sustainable load
 REQUEST_IMAGES = 16  # of the overload
 CAMERAS = 8  # streams of the overload
-STEADY_SECONDS = 10.0  # in which the sustainable load is measured
-SENDERS = 256  # connections of the overload
+CAMERA_CLIENTS = 4  # that wait for their answers, of each stream, while the sustainable load is measured
+STEADY_SECONDS = 20.0  # in which the sustainable load is measured
+SENDERS = 2  # processes of the overload
+SENDER_START_SECONDS = 8.0  # for them to start
+RESET = "connection reset"  # the service has closed it before the whole request was sent
 PATH = "/v1/streams/{}/predict"
 MEGA = 1e6
 
@@ -243,57 +251,111 @@ def many_streams(files: list[bytes]) -> dict[str, Any]:
         }
 
 
+class Sent(NamedTuple):
+    """One request of the overload."""
+
+    status: str
+    due: float  # the time at which it was to be sent
+    began: float
+    ended: float  # the time of the whole reply
+    retry_after: bool  # whether the reply has this header
+
+
+async def send_one(host: str, port: int, request: bytes, due: float) -> Sent:
+    """Wait until the time `due`, send a request on a new connection, and return what became of it."""
+    await asyncio.sleep(max(due - time.time(), 0))
+    began = time.time()
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.read()
+        writer.close()
+        status = head.split()[1].decode()
+    except (ConnectionError, asyncio.IncompleteReadError):
+        head = b""
+        status = RESET
+    return Sent(status, due, began, time.time(), b"\nretry-after:" in head.lower())
+
+
+def send_all(address: str, bodies: dict[str, bytes], due: list[tuple[float, str]]) -> list[Sent]:
+    """Send a request for a stream at each time that is due; in a process of its own."""
+    place = urlsplit(address)
+    host = place.hostname or ""
+    port = place.port or 0
+    prepared = {}
+    for name, body in bodies.items():
+        lines = [f"POST {PATH.format(name)} HTTP/1.1", f"Host: {place.netloc}", f"Content-Length: {len(body)}"]
+        prepared[name] = "\r\n".join([*lines, "Connection: close", "", ""]).encode() + body
+
+    async def all_of_them() -> list[Sent]:
+        return await asyncio.gather(*(send_one(host, port, prepared[name], at) for at, name in due))
+
+    return asyncio.run(all_of_them())
+
+
+def npy(x: torch.Tensor) -> bytes:
+    """Return images as the content of a .npy file."""
+    file = io.BytesIO()
+    np.save(file, x.permute(0, 2, 3, 1).numpy())
+    return file.getvalue()
+
+
 def overload(x: torch.Tensor, seconds: float) -> dict[str, Any]:
     """Send TIMES the images a second that are answered, for so many seconds; watch memory and what is refused."""
-    file = io.BytesIO()
-    np.save(file, x[:REQUEST_IMAGES].permute(0, 2, 3, 1).numpy())
-    content = file.getvalue()
+    names = [f"camera-{i}" for i in range(CAMERAS)]
+    bodies = {name: npy(x[REQUEST_IMAGES * i :][:REQUEST_IMAGES]) for i, name in enumerate(names)}
     with service() as (address, process):
-        names = [f"camera-{i}" for i in range(CAMERAS)]
-        for name in names:
+        for name, content in bodies.items():
             Caller(address, name, [content])(0)
-        steady = measured([Caller(address, name, [content]) for name in names], WARM_UP_SECONDS, STEADY_SECONDS)
-        rate = REQUEST_IMAGES * steady["per second"]
-        began = resident_bytes(process)
-        memory = [began]
-        replies: Counter[int] = Counter()
-        latencies: list[float] = []
-        gap = REQUEST_IMAGES / (TIMES * rate)
-        numbers = iter(range(int(seconds / gap)))
-        start = time.perf_counter()
-
-        def send(sender: int) -> None:
-            for number in numbers:
-                time.sleep(max(start + number * gap - time.perf_counter(), 0))
-                sent = time.perf_counter()
-                caller = Caller(address, names[sender % CAMERAS], [content])
-                status, _ = caller.send(content)
-                caller.connection.close()
-                replies[status] += 1
-                if status == 200:
-                    latencies.append(time.perf_counter() - sent)
-
-        threads = [threading.Thread(target=send, args=(i,)) for i in range(SENDERS)]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            memory.append(resident_bytes(process))
-            time.sleep(1)
-        took = time.perf_counter() - start
+        waiting = [Caller(address, name, [bodies[name]]) for name in names for _ in range(CAMERA_CLIENTS)]
+        rate = REQUEST_IMAGES * measured(waiting, WARM_UP_SECONDS, STEADY_SECONDS)["per second"]
+        for caller in waiting:
+            caller.connection.close()
+        before = resident_bytes(process)
+        sent, most_bytes = flood(address, bodies, TIMES * rate / REQUEST_IMAGES, seconds, process)
         after = time.perf_counter()
-        Caller(address, "camera-0", [content])(0)
+        answered_again = first_answer(address, names[0], bodies[names[0]])
+        replies = Counter(one.status for one in sent)
+        took = max(one.ended for one in sent) - min(one.due for one in sent)  # the last answers come later
+        refused = [one for one in sent if one.status == "429"]
+        latencies = [one.ended - one.began for one in sent if one.status == "200"]
         return {
-            "seconds": took,
+            "seconds": seconds,
             "times": TIMES,
             "images a second, sustained": rate,
-            "images a second, sent": REQUEST_IMAGES * sum(replies.values()) / took,
-            "images a second, answered": REQUEST_IMAGES * replies[200] / took,
-            "replies": {str(status): count for status, count in sorted(replies.items())},
+            "images a second, sent": REQUEST_IMAGES * len(sent) / seconds,
+            "images a second, answered": REQUEST_IMAGES * replies["200"] / took,
+            "latest request ms": 1000 * max(one.began - one.due for one in sent),
+            "replies": dict(sorted(replies.items())),
+            "429 with Retry-After": sum(one.retry_after for one in refused),
             "p99 ms of answers": 1000 * statistics.quantiles(latencies, n=100)[98],
-            "bytes before": began,
-            "most bytes": max(memory),
-            "next answer ms": 1000 * (time.perf_counter() - after),
+            "p99 ms of refusals": 1000 * statistics.quantiles([one.ended - one.began for one in refused], n=100)[98],
+            "bytes before": before,
+            "most bytes": most_bytes,
+            "next answer ms": 1000 * (answered_again - after),
         }
+
+
+def flood(address: str, bodies: dict[str, bytes], rate: float, seconds: float, process: int) -> tuple[list[Sent], int]:
+    """Send so many requests a second, the streams in turn; return them, and the most memory of the service."""
+    start = time.time() + SENDER_START_SECONDS
+    names = list(bodies)
+    due = [(start + i / rate, names[i % len(names)]) for i in range(int(seconds * rate))]
+    most = 0
+    with ProcessPoolExecutor(SENDERS, mp_context=get_context("spawn")) as pool:
+        parts = [pool.submit(send_all, address, bodies, due[i::SENDERS]) for i in range(SENDERS)]
+        while not all(part.done() for part in parts):
+            most = max(most, resident_bytes(process))
+            time.sleep(0.5)
+    return [one for part in parts for one in part.result()], most
+
+
+def first_answer(address: str, name: str, content: bytes) -> float:
+    """Return the time of the first answer to a client that asks until it is not refused."""
+    while Caller(address, name, []).send(content)[0] != 200:
+        time.sleep(0.2)
+    return time.perf_counter()
 
 
 # --- the page
@@ -344,15 +406,19 @@ def streams_words(found: dict[str, Any]) -> str:
 def overload_words(found: dict[str, Any]) -> str:
     """Return what was measured under overload."""
     replies = ", ".join(f"{count:,} x {status}" for status, count in found["replies"].items())
+    sent = found["images a second, sent"]
     return (
-        f"**Overload**: {CAMERAS} clients that wait for their answers, with {REQUEST_IMAGES} images in a request, got "
-        f"{found['images a second, sustained']:.0f} images a second. Then {found['times']} times as many were sent, "
-        f"{found['images a second, sent']:.0f} a second for {found['seconds']:.0f} s, whether or not earlier ones were "
-        f"answered. {found['images a second, answered']:.0f} a second were "
-        f"answered. Replies by status: {replies}. 99 % of the answers came within "
-        f"{found['p99 ms of answers'] / 1000:.1f} s. Memory of the process: {found['bytes before'] / MEGA:.0f} MB "
-        f"before, at most {found['most bytes'] / MEGA:.0f} MB. The first "
-        f"request afterwards was answered within {found['next answer ms'] / 1000:.1f} s."
+        f"**Overload**: {CAMERAS * CAMERA_CLIENTS} clients of {CAMERAS} streams that wait for their answers, with "
+        f"{REQUEST_IMAGES} images in a request, got {found['images a second, sustained']:.0f} images a second. Then "
+        f"{SENDERS} processes sent {sent:.0f} a second for {found['seconds']:.0f} s, "
+        f"{sent / found['images a second, sustained']:.1f} times as many, whether or not earlier ones were answered; "
+        f"no request was sent more than {found['latest request ms'] / 1000:.1f} s late. "
+        f"{found['images a second, answered']:.0f} images a second were answered. Replies by status: {replies}; "
+        f"{found['429 with Retry-After']:,} of the 429 had a Retry-After. 99 % of the answers came within "
+        f"{found['p99 ms of answers'] / 1000:.1f} s, and 99 % of the refusals within "
+        f"{found['p99 ms of refusals'] / 1000:.1f} s. Memory of the process: {found['bytes before'] / MEGA:.0f} MB "
+        f"before, at most {found['most bytes'] / MEGA:.0f} MB. The first request after the last reply was answered "
+        f"within {found['next answer ms'] / 1000:.1f} s."
     )
 
 

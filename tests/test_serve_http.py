@@ -486,6 +486,7 @@ def test_the_files_of_the_page_are_valid():
     mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
     assert mounted == {"states", "token"}
     [dockerfile] = re.findall(r"^```dockerfile\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert dockerfile == (Path(__file__).parent.parent / "Dockerfile").read_text()
     words = json.loads(re.search(r"^ENTRYPOINT (.*)$", dockerfile, re.MULTILINE)[1])
     known = {option for parameter in command().params for option in parameter.opts}
     assert {word for word in words if word.startswith("--")} <= known
