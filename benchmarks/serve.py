@@ -47,13 +47,14 @@ from mgtta.data.streams import corrupted, stream
 from mgtta.serve.client import Client
 from mgtta.serve.template import RECALL_DOMAINS, template
 
-IMAGES = 256
+IMAGES = 255  # an odd number, so that each of 8 or 64 clients sends all of them in turn
 WARM_UP_SECONDS = 5.0
 LOADED_STREAMS = 64
 MANY_STREAMS = 1000
 TIMES = 10  # the sustainable load
 REQUEST_IMAGES = 16  # of the overload
 CAMERAS = 8  # streams of the overload
+BODIES = 15  # requests with different images, sent in turn: an image that repeats is not learned from
 CAMERA_CLIENTS = 4  # that wait for their answers, of each stream, while the sustainable load is measured
 STEADY_SECONDS = 20.0  # in which the sustainable load is measured
 SENDERS = 2  # processes of the overload
@@ -278,20 +279,27 @@ async def send_one(host: str, port: int, request: bytes, due: float) -> Sent:
     return Sent(status, due, began, time.time(), b"\nretry-after:" in head.lower())
 
 
-def send_all(address: str, bodies: dict[str, bytes], due: list[tuple[float, str]]) -> list[Sent]:
-    """Send a request for a stream at each time that is due; in a process of its own."""
+def send_all(address: str, bodies: list[bytes], due: list[tuple[float, int]]) -> list[Sent]:
+    """Send the request of a number at each time that is due; in a process of its own."""
     place = urlsplit(address)
     host = place.hostname or ""
     port = place.port or 0
-    prepared = {}
-    for name, body in bodies.items():
-        lines = [f"POST {PATH.format(name)} HTTP/1.1", f"Host: {place.netloc}", f"Content-Length: {len(body)}"]
-        prepared[name] = "\r\n".join([*lines, "Connection: close", "", ""]).encode() + body
+
+    def prepared(number: int) -> bytes:
+        path = PATH.format(camera(number))
+        body = bodies[number % BODIES]
+        lines = [f"POST {path} HTTP/1.1", f"Host: {place.netloc}", f"Content-Length: {len(body)}"]
+        return "\r\n".join([*lines, "Connection: close", "", ""]).encode() + body
 
     async def all_of_them() -> list[Sent]:
-        return await asyncio.gather(*(send_one(host, port, prepared[name], at) for at, name in due))
+        return await asyncio.gather(*(send_one(host, port, prepared(number), at) for at, number in due))
 
     return asyncio.run(all_of_them())
+
+
+def camera(number: int) -> str:
+    """Return the stream of the request with this number."""
+    return f"camera-{number % CAMERAS}"
 
 
 def npy(x: torch.Tensor) -> bytes:
@@ -303,19 +311,18 @@ def npy(x: torch.Tensor) -> bytes:
 
 def overload(x: torch.Tensor, seconds: float) -> dict[str, Any]:
     """Send TIMES the images a second that are answered, for so many seconds; watch memory and what is refused."""
-    names = [f"camera-{i}" for i in range(CAMERAS)]
-    bodies = {name: npy(x[REQUEST_IMAGES * i :][:REQUEST_IMAGES]) for i, name in enumerate(names)}
+    bodies = [npy(part) for part in x.split(REQUEST_IMAGES)[:BODIES]]
     with service() as (address, process):
-        for name, content in bodies.items():
-            Caller(address, name, [content])(0)
-        waiting = [Caller(address, name, [bodies[name]]) for name in names for _ in range(CAMERA_CLIENTS)]
+        for i in range(CAMERAS):
+            Caller(address, camera(i), bodies)(i)
+        waiting = [Caller(address, camera(i), bodies) for i in range(CAMERAS * CAMERA_CLIENTS)]
         rate = REQUEST_IMAGES * measured(waiting, WARM_UP_SECONDS, STEADY_SECONDS)["per second"]
         for caller in waiting:
             caller.connection.close()
         before = resident_bytes(process)
         sent, most_bytes = flood(address, bodies, TIMES * rate / REQUEST_IMAGES, seconds, process)
         after = time.perf_counter()
-        answered_again = first_answer(address, names[0], bodies[names[0]])
+        answered_again = first_answer(address, camera(0), bodies[0])
         replies = Counter(one.status for one in sent)
         took = max(one.ended for one in sent) - min(one.due for one in sent)  # the last answers come later
         refused = [one for one in sent if one.status == "429"]
@@ -337,11 +344,10 @@ def overload(x: torch.Tensor, seconds: float) -> dict[str, Any]:
         }
 
 
-def flood(address: str, bodies: dict[str, bytes], rate: float, seconds: float, process: int) -> tuple[list[Sent], int]:
+def flood(address: str, bodies: list[bytes], rate: float, seconds: float, process: int) -> tuple[list[Sent], int]:
     """Send so many requests a second, the streams in turn; return them, and the most memory of the service."""
     start = time.time() + SENDER_START_SECONDS
-    names = list(bodies)
-    due = [(start + i / rate, names[i % len(names)]) for i in range(int(seconds * rate))]
+    due = [(start + i / rate, i) for i in range(int(seconds * rate))]
     most = 0
     with ProcessPoolExecutor(SENDERS, mp_context=get_context("spawn")) as pool:
         parts = [pool.submit(send_all, address, bodies, due[i::SENDERS]) for i in range(SENDERS)]

@@ -181,15 +181,27 @@ def test_images_that_learning_does_not_reach_are_dropped_and_counted(tmp_path):
     assert stream.dropped == 24
 
 
-def test_copies_of_one_image_are_learned_from_once(tmp_path):
+def test_an_image_that_repeats_is_answered_and_teaches_nothing(tmp_path):
     x = pictures(4)
     with serving(tmp_path, wait_seconds=0) as streams:
         for _ in range(10):
             ask(streams, "a", x[:1])
         report = streams.report("a").result(WAIT_SECONDS)
-        assert (report["images"], report["updates"], report["waiting"], report["dropped"]) == (10, 0, 1, 9)
-        ask(streams, "a", x[1:])
+        assert (report["images"], report["updates"], report["waiting"], report["repeated"]) == (10, 0, 1, 9)
+        ask(streams, "a", x)
         until(lambda: streams.report("a").result(WAIT_SECONDS)["updates"] == 1)
+    with serving(tmp_path) as streams:
+        assert streams.report("a").result(WAIT_SECONDS)["repeated"] == 10
+
+
+def test_running_statistics_do_not_follow_a_camera_that_stands_still(tmp_path):
+    x = Glyphs(1).tensors()[0]
+    method = template("mgtta+", mgtta.load_model("glyphs_vit"), source="glyphs_vit", mirror=False)
+    with Streams(method, 48, tmp_path, Limits(wait_seconds=0)) as streams:
+        first = ask(streams, "a", x).probabilities
+        for _ in range(40):
+            last = ask(streams, "a", x).probabilities
+    torch.testing.assert_close(last, first, atol=0.02, rtol=0)
 
 
 def test_shifts_are_told_and_a_domain_that_returns_is_recalled():

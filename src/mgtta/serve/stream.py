@@ -9,6 +9,7 @@ Shapes: n images, C classes.
 import hashlib
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,6 +25,7 @@ from mgtta.adaptation.wrapper import Adapting, Wrapper
 from mgtta.serve.live import Live
 
 MEMORY_IMAGES = 640  # of the running mean of the entropy
+RECENT_IMAGES = 64  # with which an image is compared
 TRUST = "trust"  # what a guard does that is not an alarm
 KEEP_BATCHES = 4  # updates' worth of images that wait at most; the oldest are dropped
 
@@ -49,6 +51,7 @@ class Stream:
         unsaved: updates since the last save.
         bytes: what the stream holds in memory for itself, when it was last saved.
         live: what the live view shows.
+        repeated: images with the same bytes as one of the RECENT_IMAGES before.
     """
 
     def __init__(self, name: str, method: Adapting, update_images: int, thumbnails: int = 0):
@@ -61,7 +64,7 @@ class Stream:
             self.gather = 1 if gathered is None else gathered.images
         self.live = Live(thumbnails)
         self.kept: list[Tensor] = []
-        self._digests: set[bytes] = set()  # of the kept images
+        self._recent: deque[bytes] = deque(maxlen=RECENT_IMAGES)  # digests of the last images
         self.changed_at: float | None = None
         self.unsaved = 0
         self.bytes = 0
@@ -70,11 +73,12 @@ class Stream:
     def _begin(self) -> None:
         self.images = 0
         self.dropped = 0
+        self.repeated = 0
         self.entropy: float | None = None
         self.shifts = 0
         self.recalled = 0
         self.alarms = 0
-        self.clear_kept()
+        self.kept.clear()
 
     @property
     def waiting(self) -> int:
@@ -93,32 +97,52 @@ class Stream:
         return guarded is not None and (guarded.watch.shadow or guarded.watch.resting)
 
     def answer(self, x: Tensor) -> Answer:
-        """Predict the images, keep them for an update, and look for a shift."""
+        """Predict the images, keep them for an update, and look for a shift. Images that repeat are only predicted."""
+        new = self._are_new(x)
+        if not bool(new.any()):
+            return Answer(self._tell(x, self.method.predict(x)), self.method.updates, False)
         before = _place(self.method)
         guarded = _wrapper(self.method, Guarded)
         events = 0 if guarded is None else len(guarded.watch.events)
         learning = self.method.learning
-        logits = self.method.step(x, learn=not self.gather).logits
+        probabilities = self._tell(x, self.method.step(x, learn=not self.gather).logits)
+        if guarded is not None:
+            self._note_guard(guarded.watch.events[events:])
+            learning = learning and not guarded.watch.resting
+            new = new & has_content(x)
+        shifted = self._note_shift(before)
+        if self.gather and learning:
+            self._keep(x[new])
+        return Answer(probabilities, self.method.updates, shifted)
+
+    def _tell(self, x: Tensor, logits: Tensor) -> Tensor:
+        """Return the probabilities (n, C), and follow them."""
         if not bool(logits.isfinite().all()):
             raise RuntimeError(f"stream {self.name!r} gives invalid predictions: reset it")
         probabilities = logits.softmax(1).cpu()
         self._follow(probabilities)
         self.live.answered(x, probabilities, self.images)
         self.images += len(x)
-        if guarded is not None:
-            self._note_guard(guarded.watch.events[events:])
-            learning = learning and not guarded.watch.resting
-            x = x[has_content(x)]
-        shifted = self._note_shift(before)
-        if self.gather and learning and len(x):
-            self._keep(x)
         self._changed()
-        return Answer(probabilities, self.method.updates, shifted)
+        return probabilities
+
+    def _are_new(self, x: Tensor) -> Tensor:
+        """Return which images differ from the last RECENT_IMAGES: (n,) of bool. The others are counted as repeated.
+
+        Many copies of one image would teach only its class, and running statistics would forget all others.
+        """
+        new = torch.ones(len(x), dtype=torch.bool)
+        for i, image in enumerate(x.cpu().numpy()):
+            digest = hashlib.blake2b(image.tobytes(), digest_size=16).digest()
+            new[i] = digest not in self._recent
+            self._recent.append(digest)
+        self.repeated += int((~new).sum())
+        return new
 
     def learn(self) -> None:
         """Make one update from the kept images, at most `update_images` of them."""
         together = torch.cat(self.kept)
-        self.clear_kept()
+        self.kept.clear()
         if len(together) > self.update_images:
             self.kept.append(together[self.update_images :])
         self.method.learn(together[: self.update_images])
@@ -147,14 +171,9 @@ class Stream:
         self._changed()
 
     def drop_kept(self) -> None:
-        """Forget the images that wait to be learned from, and count them."""
-        self.dropped += self.waiting
-        self.clear_kept()
-
-    def clear_kept(self) -> None:
         """Forget the images that wait to be learned from."""
+        self.dropped += self.waiting
         self.kept.clear()
-        self._digests.clear()
 
     def weights(self) -> dict[str, Tensor]:
         """Return the adapted network's weights."""
@@ -173,6 +192,7 @@ class Stream:
             "skipped": self.method.skipped,
             "waiting": self.waiting,
             "dropped": self.dropped,
+            "repeated": self.repeated,
             "entropy": self.entropy,
             "shifts": self.shifts,
             "recalled": self.recalled,
@@ -186,13 +206,14 @@ class Stream:
 
     def counts(self) -> dict[str, Any]:
         """Return the counts as plain values."""
-        names = ("images", "dropped", "entropy", "shifts", "recalled", "alarms")
+        names = ("images", "dropped", "repeated", "entropy", "shifts", "recalled", "alarms")
         return {**{name: getattr(self, name) for name in names}, "frozen": self.method.paused}
 
     def load_counts(self, counts: dict[str, Any]) -> None:
         """Load what `counts` gave."""
         self.images = int(counts["images"])
         self.dropped = int(counts["dropped"])
+        self.repeated = int(counts.get("repeated", 0))  # services before 0.3 did not count them
         self.entropy = counts["entropy"]
         self.shifts = int(counts["shifts"])
         self.recalled = int(counts["recalled"])
@@ -244,21 +265,13 @@ class Stream:
         self.entropy += min(share, 1.0) * (found - self.entropy)
 
     def _keep(self, x: Tensor) -> None:
-        """Keep the images, each once; drop the oldest if learning does not keep up."""
-        new = [i for i, image in enumerate(x) if self._is_new(image)]
-        self.dropped += len(x) - len(new)
-        if new:
-            self.kept.append(x[new])
+        """Keep the images; drop the oldest if learning does not keep up."""
+        if not len(x):
+            return
+        self.kept.append(x)
         most = KEEP_BATCHES * max(self.update_images, self.gather)
         while self.waiting > most:
             self.dropped += len(self.kept.pop(0))
-
-    def _is_new(self, image: Tensor) -> bool:
-        """Return whether no kept image has the same bytes; many copies of one image would teach only its class."""
-        digest = hashlib.blake2b(image.cpu().numpy().tobytes(), digest_size=16).digest()
-        known = digest in self._digests
-        self._digests.add(digest)
-        return not known
 
 
 Kind = TypeVar("Kind", bound=Wrapper)

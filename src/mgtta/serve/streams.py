@@ -474,7 +474,7 @@ class Streams:
                 stream.learn()
                 self.totals["updates"] += 1
             except Exception:
-                stream.clear_kept()
+                stream.kept.clear()
                 log.exception("stream %s cannot learn from its images", stream.name)
             if stream.due:
                 self._due[name] = None
