@@ -41,6 +41,7 @@ STOP_SECONDS = 120  # for a replica to answer what waits, and to save its stream
 HEALTH_SECONDS = 5  # between two looks at a replica
 LOOK_SECONDS = 5  # for figures of the live view
 AT_ONCE = 4096  # requests in a replica
+ROUTER: Any = "mgtta.serve.affinity.StickyRouter"
 INSTALL = "pip install 'mgtta[serve,ray]', here and on every machine"
 
 
@@ -353,9 +354,7 @@ def deploy(app: str, arguments: tuple[Any, ...], replicas: int) -> Any:
     serve.start(proxy_location="Disabled", logging_config=quiet)  # the front speaks HTTP itself
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.delete(app)  # a front that was lost has left it; its replicas save their streams
-    router = RequestRouterConfig(
-        request_router_class="mgtta.serve.affinity.StickyRouter", request_router_kwargs={"num_fallback_replicas": 0}
-    )
+    router = RequestRouterConfig(request_router_class=ROUTER, request_router_kwargs={"num_fallback_replicas": 0})
     deployment = serve.deployment(
         name="streams",
         num_replicas=replicas,
