@@ -11,6 +11,8 @@ the machine changes both alike. Every row is the median of several repetitions. 
 Overload first measures the sustainable load: clients that wait for their answers, two for each of eight streams, with
 16 images in a request. Then two processes send ten times as many images a second for a minute, each request on a
 connection of its own and at its own time, whether or not earlier requests are answered.
+
+Kills: the service gets SIGKILL at random moments, and must know all its streams when it starts again.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import io
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -30,8 +33,10 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
@@ -59,6 +64,7 @@ RETRY_SECONDS = 0.5
 CAMERA_CLIENTS = 2  # that wait for their answers, of each stream, while the sustainable load is measured
 STEADY_SECONDS = 20.0  # in which the sustainable load is measured
 SENDERS = 2  # processes of the overload
+KILL_SAVE_SECONDS = 0.5  # from a change to its save, while the service is killed
 RESET = "connection reset"  # the service has closed it before the whole request was sent
 PATH = "/v1/streams/{}/predict"
 MEGA = 1e6
@@ -108,10 +114,11 @@ class PatientCaller(Caller):
 
 
 @contextmanager
-def service(*words: str) -> Iterator[tuple[str, int]]:
-    """Start `mgtta serve` with states in a temporary folder; yield its address and the number of its process."""
+def service(*words: str, state: str | None = None) -> Iterator[tuple[str, int]]:
+    """Start `mgtta serve`, by default with states in a temporary folder; yield its address and its process number."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "mgtta", "serve", "--state", folder, "--port", "0", "--device", "cpu", *words]
+        place = ["--state", state or folder, "--port", "0", "--device", "cpu"]
+        command = [sys.executable, "-m", "mgtta", "serve", *place, *words]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:
                 assert server.stdout is not None
@@ -372,6 +379,62 @@ def first_answer(address: str, name: str, content: bytes) -> float:
     return time.perf_counter()
 
 
+# --- kills
+
+
+def kills(files: list[bytes], times: int) -> dict[str, Any]:
+    """Kill the service at random moments under load; after each start, ask all streams what they still know."""
+    random = Random(0)
+    names = [f"camera-{i}" for i in range(CAMERAS)]
+    told: dict[str, int] = {}  # updates that each stream has told before the kill
+    lost: list[int] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(times):
+            with service("--save-seconds", str(KILL_SAVE_SECONDS), state=folder) as (address, process):
+                client = Client(address)
+                reports = {name: client.report(name) for name in told}  # an error here is a stream that was lost
+                lost += [told[name] - report["updates"] for name, report in reports.items()]
+                told = asked_until_killed(address, process, names, files, random.uniform(2.0, 8.0))
+        left = len(list(Path(folder).glob("*.safetensors")))
+    return {"kills": times, "streams": CAMERAS, "files": left, "most updates lost": max(lost), "asked": len(lost)}
+
+
+def asked_until_killed(
+    address: str, process: int, names: list[str], files: list[bytes], seconds: float
+) -> dict[str, int]:
+    """Send pictures to all streams, kill the service after so many seconds, and return the updates they have told."""
+    told: dict[str, int] = {}
+
+    def loop(name: str) -> None:
+        caller = Caller(address, name, files)
+        try:
+            for i in count(names.index(name)):
+                status, body = caller.send(files[i % IMAGES])
+                if status == 200:
+                    told[name] = json.loads(body)["updates"]
+        except (OSError, http.client.HTTPException):
+            return
+
+    threads = [threading.Thread(target=loop, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    time.sleep(seconds)
+    os.kill(process, signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    return told
+
+
+def kill_words(found: dict[str, Any]) -> str:
+    """Return what was measured with kills."""
+    return (
+        f"**Kills**: {found['kills']} times SIGKILL at a random moment, while {found['streams']} clients sent pictures "
+        f"to a stream each that is saved {KILL_SAVE_SECONDS:g} s after a change, and a new start. After each start all "
+        f"streams were there and could be read ({found['asked']} reports). A stream lost at most "
+        f"{found['most updates lost']} updates of those that it had told of."
+    )
+
+
 # --- the page
 
 
@@ -400,7 +463,7 @@ def page(found: dict[str, Any]) -> str:
         f"The computing thread's time: {shares}. `ask` is what the live view's sample costs: the source model is asked "
         f"about one image in eight. The longest time for which answers waited for updates and a save: "
         f"{found['longest pause seconds']:.2f} s.\n\n"
-        f"{streams_words(found)}\n\n{overload_words(found['overload'])}\n\n"
+        f"{streams_words(found)}\n\n{overload_words(found['overload'])}\n\n{kill_words(found['kills'])}\n\n"
         f"Command: {'; then '.join(f'`OMP_NUM_THREADS=1 {command}`' for command in found['commands'])}\n"
     )
 
@@ -466,8 +529,9 @@ def main() -> None:
     parser.add_argument("--clients", default="1,8,64", help="numbers of clients, separated by commas")
     parser.add_argument("--seconds", type=float, default=10.0, help="of a repetition")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions of each row of the table")
-    parser.add_argument("--parts", default="rates,streams,overload", help="what to measure again; the rest stays")
+    parser.add_argument("--parts", default="rates,streams,overload,kills", help="what to measure again; the rest stays")
     parser.add_argument("--overload-seconds", type=float, default=60.0)
+    parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--out", type=Path, required=True, help="folder for serve.json and serve.md")
     args = parser.parse_args()
     clients = [int(count) for count in args.clients.split(",")]
@@ -483,6 +547,8 @@ def main() -> None:
         found["many streams"] = many_streams(files)
     if "overload" in parts:
         found["overload"] = overload(x, args.overload_seconds)
+    if "kills" in parts:
+        found["kills"] = kills(files, args.kills)
     print(found, flush=True)
     before = found.get("commands", [])
     if "rates" in parts:

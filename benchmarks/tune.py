@@ -77,16 +77,18 @@ def from_cells(work: Path, part: str) -> list[dict]:
     calibration = {m: estimate.read(work, "imagenet", "calibration", m) for m in methods}
     measured = {m: estimate.read(work, "imagenet", part, m) for m in methods}
     rows = []
-    for domain in (VALIDATION_CORRUPTIONS, CORRUPTIONS)[part == "test"]:
+    hardest = [f"{corruption}/5" for corruption in VALIDATION_CORRUPTIONS]
+    for domain in (hardest, CORRUPTIONS)[part == "test"]:
         if not all(domain in cells for cells in measured.values()):
             continue
         true = {m: measured[m][domain].accuracy for m in methods}
         estimates = {}
         for m in methods:
-            known = {name: cell for name, cell in calibration[m].items() if name not in (domain, estimate.CLEAN)}
-            learned = coefficients(cell.rows for cell in known.values())[0]
-            cell = measured[m][domain]
-            estimates[m] = 100 * float(probability(learned, cell.rows.evidence[0]).mean())
+            scale = estimate.clean_scale(calibration[m][estimate.CLEAN])
+            known = estimate.by_corruption(calibration[m], scale)
+            known.pop(domain.removesuffix("/5"), None)
+            learned = coefficients(known.values())[0]
+            estimates[m] = 100 * float(probability(learned, measured[m][domain].rows(scale).evidence[0]).mean())
         best = max(estimates, key=estimates.__getitem__)
         rows.append(row(f"ImageNet images, {part}", domain, best, true, estimates, None))
     return rows

@@ -56,6 +56,7 @@ LEAST_RETRY_SECONDS = 1
 FIRST_IMAGE_SECONDS = 0.01  # the guess of an image's cost before one is measured
 COST_IMAGES = 64  # that the running mean of an image's cost looks back on
 ASK_IMAGES = 16
+LEAST_PROBABILITY = 1e-30  # so that its logarithm is finite
 ASK_SECONDS = 0.5
 
 
@@ -513,7 +514,8 @@ class Streams:
         """Return the probabilities that the adapted and the source model are right, (n, 2); None if nobody can tell."""
         if self.calibration is None:
             return None
-        return self.calibration.estimates(torch.stack([s.probabilities for s in sampled]).log(), logits)
+        given = torch.stack([s.probabilities for s in sampled])
+        return self.calibration.estimates(given.clamp(min=LEAST_PROBABILITY).log(), logits)
 
     # --- which streams are in memory
 
