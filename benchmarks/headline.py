@@ -395,7 +395,7 @@ def marked(rest: str = STREAMS_PAGE) -> dict[str, str]:
 
 def of_site(text: str) -> str:
     """Return a text of the README for a page of the site, which has no results: links to them become names."""
-    return re.sub(r"\[([^]]*)\]\((results/[^)]*)\)", lambda found: f"{found[1]} (`{found[2]}`)", text)
+    return re.sub(r"\[[^]]*\]\((results/[^)]*)\)", r"`\1`", text)
 
 
 def write_pages() -> None:
