@@ -244,7 +244,7 @@ def test_the_readmes_picture_has_the_figures_of_the_records(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import before_after
 
-    values = {"noadapt": (40.0, 50.0), "mgtta_plus": (61.0, 48.0)}
+    values = {"noadapt": (40.0, 50.0), "neo": (41.0, 52.0), "mgtta_plus": (61.0, 48.0)}
     protocol = {"model": "patterns_vit", "data": "patterns"}
     records = [
         fake(method, domain, top1=top1, protocol=protocol)
@@ -258,6 +258,13 @@ def test_the_readmes_picture_has_the_figures_of_the_records(monkeypatch):
     texts = [element.text for element in drawn.iter() if element.tag.endswith("text")]
     assert texts[0] == "45.0 % → 54.5 %"
     assert {"fog", "fog, a loss", "✗ rings", "✓ dots", "40.0 → 61.0", "50.0 → 48.0"} <= set(texts)
+    found = before_after.page_texts(records, records)
+    assert "`mgtta+` makes worse: snow (-2.0 points)." in found["reset"]
+    assert "| neo | **52.0** | 41.0 | 46.5 |" in found["continual"]
+    assert "gains 9.5 points over NoAdapt" in found["statistics"]
+    assert "Over `neo` it gains 8.0 points" in " ".join(found["statistics"].split())
+    page = (ROOT / "docs" / "patterns.md").read_text()
+    assert all(f"<!-- {mark}:start -->" in page for mark in found)
 
 
 def test_the_command_line_page_is_the_program():
