@@ -272,31 +272,51 @@ def _mean_and_spread(records: list[Record]) -> tuple[float, str]:
 
 
 def speed() -> str:
+    """Return a sentence on the cost of a step of ViT-B on a GPU."""
+    steps = json.loads((ROOT / "results" / "speed.json").read_text())
+    [part] = [part for key, part in steps.items() if key.startswith("step vit_base") and part["gpu"]]
+    rows = {(row["name"], row["precision"]): row for row in part["rows"]}
+    fast = rows["MGTTA", "bf16"]
+    exact = rows["MGTTA", "fp32"]
+    low = rows["MGTTA, low memory", "bf16"]
+    seconds = fast["seconds"]
+    batch = part["batch"]
+    words = [
+        f"On an {part['where'].removeprefix('NVIDIA ')}, MGTTA takes {1e3 * seconds:.1f} ms for {batch} images with",
+        f"ViT-B/16 in bfloat16: {seconds / rows['NoAdapt', 'bf16']['seconds']:.2f} times the forward pass alone,",
+        f"50,000 images in {seconds * 50000 / batch:.1f} s, in {fast['peak'] / 1e6:,.0f} MB",
+        f"({low['peak'] / 1e6:,.0f} MB at {low['seconds'] / seconds:.2f} times the time).",
+        f"With gradients in 8 bits it takes {1e3 * rows['MGTTA', 'fp8']['seconds']:.1f} ms, in exact float32",
+        f"{1e3 * exact['seconds']:.0f} ms. [Speed](docs/speed.md) says how,",
+        "and [results/speed.md](results/speed.md) how it was measured.",
+    ]
+    return textwrap.fill(" ".join(words), 120)
+
+
+def cost() -> str:
     """Return what a step of each learned method costs, as a multiple of predicting, on a GPU and on a CPU."""
     steps = json.loads((ROOT / "results" / "speed.json").read_text())
-    [gpu] = [part for key, part in steps.items() if key.startswith("step vit_base") and part["gpu"]]
-    [cpu] = [part for key, part in steps.items() if key.startswith("step deit_tiny") and not part["gpu"]]
-    where = gpu["where"].removeprefix("NVIDIA ")
+    gpu = [part for key, part in steps.items() if key.startswith(("step vit_base", "plus vit_base")) and part["gpu"]]
+    cpu = [part for key, part in steps.items() if key.startswith("step deit_tiny") and not part["gpu"]]
+    where = gpu[0]["where"].removeprefix("NVIDIA ")
     words = [
         f"**The cost**, in times of predicting: {_costs(gpu, 'bf16')} on an {where} (ViT-B/16, batches of",
-        f"{gpu['batch']}, bfloat16); {_costs(cpu, 'fp32')} on one CPU thread (DeiT-Tiny, batches of {cpu['batch']}).",
-        "`mgtta+` sees each image twice; `mirror=False` halves its cost.",
-        "[results/speed.md](results/speed.md) says how this was measured.",
+        f"{gpu[0]['batch']}, bfloat16); {_costs(cpu, 'fp32')} on one CPU thread (DeiT-Tiny, batches of",
+        f"{cpu[0]['batch']}). `mgtta+` sees each image twice; `mirror=False` halves its cost.",
     ]
     return textwrap.fill(" ".join(words), 120, break_on_hyphens=False)
 
 
-def _costs(part: dict[str, Any], precision: str) -> str:
-    """Return the cost of each learned method that was measured."""
-    rows = {(row["name"], row["precision"]): row["seconds"] for row in part["rows"]}
-    still = rows["NoAdapt", precision]
-    found = []
-    for name, method in {"MGTTA": "mgtta", "MGTTA+": "mgtta+"}.items():
-        seconds = rows.get((name, precision))
-        if seconds is not None:
-            speed = part["batch"] / seconds
-            found.append(f"{seconds / still:.1f} for `{method}` ({speed:,.0f} images/s)")
-    return ", ".join(found)
+def _costs(parts: Sequence[dict[str, Any]], precision: str) -> str:
+    """Return the cost of each learned method that was measured, beside NoAdapt's of the same part."""
+    found = {}
+    for part in parts:
+        rows = {row["name"]: row.get("seconds") for row in part["rows"] if row["precision"] == precision}
+        for name, method in {"MGTTA": "mgtta", "MGTTA+": "mgtta+"}.items():
+            if rows.get(name) and rows.get("NoAdapt"):
+                images = part["batch"] / rows[name]
+                found[method] = f"{rows[name] / rows['NoAdapt']:.1f} for `{method}` ({images:,.0f} images/s)"
+    return ", ".join(found.values())
 
 
 # --- the picture
@@ -390,7 +410,8 @@ def marked(rest: str = STREAMS_PAGE) -> dict[str, str]:
         rest: the link to all rows of the table.
     """
     records = read_lines(ROOT / "results" / "streams.jsonl")
-    return {"gain": gain_words(records), "speed": speed(), "streams": in_readme(records, rest)["streams"]}
+    streams_table = in_readme(records, rest)["streams"]
+    return {"gain": gain_words(records), "cost": cost(), "speed": speed(), "streams": streams_table}
 
 
 def of_site(text: str) -> str:
@@ -399,7 +420,7 @@ def of_site(text: str) -> str:
 
 
 def write_pages() -> None:
-    """Write what `marked` returns into README and docs/index.md."""
+    """Write what `marked` returns into README and docs/index.md, where these have the marks."""
     for page, texts in pages().items():
         _write(page, written(page.read_text(), texts))
 
