@@ -26,6 +26,7 @@ from mgtta._lib.files import atomic
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS, corrupt
 from mgtta.data.glyphs import TRAIN_SEED, Glyphs
 from mgtta.data.patterns import Patterns
+from mgtta.methods.registry import recipe
 from mgtta.running import tune
 from mgtta.running.calibrate import clean_truth
 from mgtta.running.tune import Candidate, Tuning
@@ -147,6 +148,7 @@ def row(
         "images": len(found.images),
         "clean": len(found.clean),
         "batch": found.batch_size,
+        "revision": recipe(tune.DEFAULT).revision,
     }
 
 
@@ -167,7 +169,8 @@ def summary(rows: list[dict]) -> str:
     first = rows[0]
     return (
         f"On average **{lost:.2f} points below the labelled choice**, {gain:+.1f} points over NoAdapt. Streams of "
-        f"{first['images']:,} images in batches of {first['batch']}, {first['clean']} clean images."
+        f"{first['images']:,} images in batches of {first['batch']}, {first['clean']} clean images; mgtta+ is revision "
+        f"{first['revision']} of the recipe."
     )
 
 
