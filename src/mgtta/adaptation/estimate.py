@@ -1,7 +1,7 @@
 """An estimate of accuracy without labels, for a model that adapts and for its source model, on the same images.
 
 A prediction is right with a probability that grows with its confidence, and falls if the other model doubts it. How far
-confidence can be trusted differs from model to model, and clean images alone show it as too good. So a logistic
+confidence can be trusted differs from model to model, and clean images show it as too good. So a logistic
 regression learns it once, from corrupted copies of clean images (see mgtta.calibrate). The estimate is the mean of
 these probabilities over a window of the stream.
 
