@@ -64,6 +64,9 @@ Frost = Annotated[
 Constants = Annotated[
     str, typer.Option(help="Constants of the corruptions: imagenet, or cifar, those of CIFAR-10-C at 32 pixels.")
 ]
+Cache = Annotated[
+    Path | None, typer.Option(help="Folder that keeps corrupted images: made once, for all methods and runs.")
+]
 Seconds = Annotated[str, typer.Option(help="Time budgets of `budgets` in seconds, separated by commas.")]
 Sweep = Annotated[bool, typer.Option("--sweep", help="Choose learning rates on validation images.")]
 Workers = Annotated[int, typer.Option(min=0, help="Number of processes; 0: run in this one.")]
@@ -103,6 +106,7 @@ def bench(
     corruptions: Corruptions = "",
     frost_textures: Frost = None,
     constants: Constants = "imagenet",
+    cache: Cache = None,
     seconds: Seconds = "",
     set_: Set = [],
     single: Single = None,
@@ -125,7 +129,7 @@ def bench(
 
     images = _images(images, quick)
     scored: dict[str, Any] = {"num_classes": num_classes, "classes": _text(classes), "restrict": restrict}
-    scored |= {"frost_textures": _text(frost_textures), "constants": constants}
+    scored |= {"frost_textures": _text(frost_textures), "constants": constants, "cache": _text(cache)}
     how: dict[str, Any] = {"device": _device(device, tf32), "tf32": tf32, "precision": precision, "profile": profile}
     weights = _text(checkpoint)
     setup = Setup(model, weights, data, validation, source, generator, images, **how, **scored)
