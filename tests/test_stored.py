@@ -148,6 +148,7 @@ def test_a_stamp_tells_changed_images_from_those_of_before(tree):
 def test_no_file_is_left_where_the_making_fails(tmp_path, monkeypatch):
     fog = domains_of(Glyphs(4), ["fog"])
     monkeypatch.setattr(stored, "BATCH", 2)
+    monkeypatch.setattr(stored, "REPORT", 2)
 
     def breaks(text):
         if text.startswith("fog-5-seed0: 2 of 4"):
@@ -158,7 +159,7 @@ def test_no_file_is_left_where_the_making_fails(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*fog*.npy*"))
     said: list[str] = []
     in_store(ImageStore(tmp_path, say=said.append), fog)
-    assert said == ["fog-5-seed0: 2 of 4 images", "fog-5-seed0: 4 of 4 images"]
+    assert said == [f"fog-5-seed0: {n} of 4 images are stored" for n in (2, 4)]
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path):

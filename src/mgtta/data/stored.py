@@ -25,7 +25,8 @@ from mgtta.data.cache import Around
 from mgtta.data.shards import files_of
 from mgtta.data.streams import Domain, Stream, stream
 
-BATCH = 512  # images that are made at a time
+BATCH = 64  # images that are made at a time, as in most streams: a GPU may round otherwise in other batches
+REPORT = 512  # images, after which `say` is told how far it is
 
 
 class Stored(Around):
@@ -105,8 +106,7 @@ class ImageStore:
         shape = made.domains[0].dataset[int(numbers[0])][0].shape
         header = {"descr": "|u1", "fortran_order": False, "shape": (len(numbers), *shape)}
         size = len(numbers) * shape.numel()
-        free = shutil.disk_usage(self.folder).free
-        if size > free:
+        if size > shutil.disk_usage(self.folder).free:
             raise self._full(path, size)
         done = 0
         try:
@@ -115,7 +115,8 @@ class ImageStore:
                 for batch in made:
                     file.write(batch.x.cpu().numpy())
                     done += len(batch.x)
-                    self.say(f"{path.stem.rpartition('-')[0]}: {done} of {len(numbers)} images")
+                    if done % REPORT == 0 or done == len(numbers):
+                        self.say(f"{path.stem.rpartition('-')[0]}: {done} of {len(numbers)} images are stored")
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
