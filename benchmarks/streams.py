@@ -130,7 +130,8 @@ class Bench:
             y = self.labels[torch.cat(batches)[:, 0]]
             records.append({"domain": domain, **scores(torch.cat(logits).float().cpu(), y)})
         own = {"experiment": "streams", "method": name, "kind": kind, "seed": seed, "settings": settings}
-        return [{**own, **record, "without": [], "split": self.split} for record in records]
+        more = {"without": [], "split": self.split}
+        return [{**own, **record, **more, "part": part} for part, record in enumerate(records)]
 
 
 def scores(logits: Tensor, y: Tensor) -> dict[str, Any]:
