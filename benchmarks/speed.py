@@ -1,20 +1,21 @@
 """What a step of adaptation costs, beside the plain forward pass and what a user would pick instead.
 
-    python benchmarks/speed.py --seconds 280 --out results                 # all but growth and accuracy, on the GPU
+    python benchmarks/speed.py --part plus methods single networks start --rounds 4 --out results          # on the GPU
     python benchmarks/speed.py --part step --model deit_tiny_patch16_224 --batch 16 --device cpu
     python benchmarks/speed.py --part accuracy --data SHARDS --checkpoint DEIT_TINY --out results
 
 step      a batch by each contender, in float32 and on the fast path; the optimizer's step in three ways
+plus      MGTTA+ with pull, gather and recall on the fast path, with and without mirrored twins
 methods   methods that choose images, in float32 and on the fast path
 networks  TENT and MGTTA on convolutional networks and other transformers, beside TENT as it is commonly written
-start     the first batches of a stream, and the same again with what the first run has compiled
+start     the first batches of a stream: as in a first run, and in a second one that finds compiled code
 single    how long a caller waits for the prediction of one image
 data      images a second that the loader gives from JPEG tars, against its number of worker processes
 evaluate  what `evaluate` adds to many batches of one
 growth    time and memory against batch size, model and the generator's hidden size
 accuracy  DeiT-Tiny on ImageNet under the 15 corruptions: the fast path against float32, schedule="auto" against always
-paths     DeiT-Tiny under five of them: other methods on the fast path against float32, and MGTTA+ with mirrored twins
-          at all, at no, or at the first batches of a domain
+paths     five corruptions: other methods on the fast path against float32, and MGTTA+ with mirrored twins at all, at
+          no, or at the first batches of a domain; DeiT-Tiny, or without --data an embedded model
 
 Weights are random where the package ships none: they don't change the work. The contenders take turns in an order drawn
 anew for each round; a figure is the median over rounds, after each has been warmed up. On a CPU a turn is a batch, and
@@ -43,7 +44,7 @@ from typing import Any
 
 import torch
 from speed_pages import ALONE, PARTS, VISIT, WAYS, page, plot
-from speed_parts import decoding, evaluation, methods, networks, paths, shuffled, single, start
+from speed_parts import decoding, evaluation, methods, networks, paths, plus, shuffled, single, start
 from speed_tools import Contender, Deadline, classifier, clock, images, measure, method_of, tent_as_usual
 from torch import Tensor, nn
 
@@ -314,6 +315,7 @@ def _timed(method: Any, batches: list[Any]) -> float:
 
 RUN: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "step": step,
+    "plus": plus,
     "methods": methods,
     "networks": networks,
     "start": start,
@@ -345,6 +347,7 @@ def main() -> None:
         "--lr-always", type=float, nargs="+", default=[1e-3, 2e-3], help="of `accuracy`: MGTTA's without either"
     )
     parser.add_argument("--orders", type=int, default=3, help="of `accuracy`: of the images in each domain")
+    parser.add_argument("--compile", action="store_true", help="of `networks`: also compile them, half a minute each")
     parser.add_argument("--seconds", type=float, default=3600.0, help="of the visit; the rest is left out")
     parser.add_argument("--quick", action="store_true", help="does it run?")
     parser.add_argument("--out", type=Path, help="the folder of speed.json, speed.md and the plots of growth")
@@ -370,7 +373,8 @@ def main() -> None:
             "torch": torch.__version__,
             "took": time.perf_counter() - began,
         }
-        which = {"step": f" {args.model} {args.batch} {args.device}"}
+        which = dict.fromkeys(("step", "plus"), f" {args.model} {args.batch} {args.device}")
+        which["paths"] = f" {'DeiT-Tiny' if args.data is not None else args.model}"
         which |= dict.fromkeys(("growth", "start", "single", "evaluate"), f" {args.device}")
         key = part + which.get(part, "")
         result[key] = {**about, **found}

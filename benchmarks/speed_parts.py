@@ -1,12 +1,11 @@
 """Parts of benchmarks/speed.py: other methods and networks, the first batches, batches of one, decoding, accuracy."""
 
 import argparse
+import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from typing import Any
 
 import evaluate
 import torch
-from speed_tools import Contender, classifier, images, measure, method_of, needed, tent_as_usual
+from speed_tools import Contender, classifier, images, like, measure, method_of, needed, tent_as_usual
 from torch import Tensor
 
 import mgtta
@@ -22,20 +21,20 @@ from mgtta._lib.profile import now
 from mgtta._lib.timm import timm
 from mgtta.adaptation.wrapper import innermost
 from mgtta.bench.needs import needs_fisher, needs_source
+from mgtta.data.embedded import images_for
 from mgtta.data.streams import corrupted, stream
-from mgtta.fast import engine as fast
 from mgtta.fast.vit import ViT
 
 EVERY_IMAGE = {"margin": 1.1, "redundancy": 1.1}  # random weights are unsure of all images: filters let them pass
 METHODS: dict[str, dict[str, Any]] = {
-    "eta": EVERY_IMAGE,
     "eata": EVERY_IMAGE,
-    "eata_come": EVERY_IMAGE,
-    "rdumb": EVERY_IMAGE,
-    "tent_come": {},
     "sar": {"margin": 1.1, "recovery": 0.0},
     "deyo": {"entropy_threshold": 1.1, "plpd_threshold": -1.0},
     "roid": {},
+    "eta": EVERY_IMAGE,
+    "eata_come": EVERY_IMAGE,
+    "tent_come": {},
+    "rdumb": EVERY_IMAGE,
 }
 NETWORKS: dict[str, dict[str, Any]] = {
     "resnet50": {},
@@ -44,7 +43,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "vit_small_patch16_224": {"global_pool": "avg"},
     "vit_base_patch16_224": {"reg_tokens": 4},
 }
-SMALL_NETWORKS: dict[str, dict[str, Any]] = {"test_resnet": {}, "test_vit": {"reg_tokens": 2}}  # with --quick
+SMALL_NETWORKS: dict[str, dict[str, Any]] = {"test_vit": {"reg_tokens": 2}}  # with --quick
 PATH_CORRUPTIONS = ("gaussian_noise", "defocus_blur", "fog", "contrast", "jpeg_compression")
 PATH_SETTINGS: dict[str, dict[str, Any]] = {  # learning rates as in benchmarks/streams.py
     "mgtta_plus": {},
@@ -53,10 +52,26 @@ PATH_SETTINGS: dict[str, dict[str, Any]] = {  # learning rates as in benchmarks/
     "roid": {"lr": 7.5e-4},
     "deyo": {"lr": 1.5e-4},
 }
+CLEAN_SEED = 99  # of clean images, other ones than those of the test
 COMPILE_SECONDS = 45.0  # that are left for a network that is compiled
-INTERVAL_SECONDS = 0.02  # between two images that come one by one
-UNCAPTURED = fast.CAPTURE_BATCHES
-STAGED_BATCHES = 40  # of the first batches, after which a step is compiled
+INTERVAL_SECONDS = 0.01  # between two images that come one by one
+FIRST_BATCHES = 40  # of a stream
+
+
+def plus(args: argparse.Namespace) -> dict[str, Any]:
+    """MGTTA+ with pull, gather and recall, on the fast path, beside MGTTA."""
+    model = classifier(args.model, args.device)
+    x = images(model, args.batch, args.device)
+    who = [
+        method_of("NoAdapt", "noadapt", model, x, "bf16"),
+        method_of("MGTTA", "mgtta", model, x, "bf16"),
+        method_of("MGTTA+", "mgtta_plus", model, x, "bf16", mirror=True),
+        method_of("MGTTA+ without twins", "mgtta_plus", model, x, "bf16", mirror=False),
+        method_of("MGTTA+, low memory", "mgtta_plus", model, x, "bf16", seconds=20.0, mirror=True, low_memory=True),
+    ]
+    n = sum(p.numel() for p in mgtta.norm_parameters(model))
+    rows = measure(who, args.rounds, args.device, args.deadline)
+    return {"model": args.model, "batch": args.batch, "n": n, "rows": rows}
 
 
 def methods(args: argparse.Namespace) -> dict[str, Any]:
@@ -76,7 +91,7 @@ def networks(args: argparse.Namespace) -> dict[str, Any]:
     """TENT and MGTTA on other networks, beside TENT as it is commonly written."""
     cases = []
     for name, changed in (SMALL_NETWORKS if args.quick else NETWORKS).items():
-        if args.deadline.left < 10:
+        if args.deadline.left < 8:
             break
         try:
             cases.append(_network(args, name, changed))
@@ -102,8 +117,9 @@ def _network(args: argparse.Namespace, name: str, changed: dict[str, Any]) -> di
         Contender("TENT as usually written, autocast", usual, "bf16"),
         method_of("TENT, captured", "tent", model, x, "bf16", compiled=False),
         method_of("MGTTA, captured", "mgtta", model, x, "bf16", compiled=False),
-        method_of("TENT, compiled and captured", "tent", model, x, "bf16", seconds=COMPILE_SECONDS),
     ]
+    if args.compile:
+        who.append(method_of("TENT, compiled and captured", "tent", model, x, "bf16", seconds=COMPILE_SECONDS))
     label = " ".join([name, *(f"{key}={value}" for key, value in changed.items())])
     return {"model": label, "blocks": ViT.fits(model), "rows": measure(who, args.rounds, device, args.deadline)}
 
@@ -112,32 +128,34 @@ def _network(args: argparse.Namespace, name: str, changed: dict[str, Any]) -> di
 
 
 def start(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the first batches of a stream in two processes, of which the second finds what the first has compiled."""
-    runs = []
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(2):
-            if args.deadline.left < 20:
-                break
-            words = [sys.executable, __file__, args.model, str(args.batch), args.device]
-            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
-            done = subprocess.run(
-                words, env=environment, capture_output=True, text=True, timeout=args.deadline.left, check=False
-            )
-            print(done.stderr[-1500:], file=sys.stderr)
-            if done.returncode:
-                raise RuntimeError("the process of the first batches failed")
+    """Run the first batches of a stream as if nothing was compiled before, and in a process that finds compiled code.
+
+    The second finds what this process has compiled, if a part before this one has: `plus` does.
+    """
+    runs = [first_batches(args.model, args.batch, args.device, new=True)]
+    print(runs, file=sys.stderr)
+    if args.deadline.left > 20:
+        words = [sys.executable, __file__, args.model, str(args.batch), args.device]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=args.deadline.left, check=False)
+        print(done.stderr[-1500:], file=sys.stderr)
+        if not done.returncode:
             runs.append(json.loads(done.stdout.splitlines()[-1]))
     return {"model": args.model, "batch": args.batch, "runs": runs}
 
 
-def first_batches(name: str, batch: int, device: str) -> dict[str, Any]:
-    """Return the seconds of the first batches of MGTTA, each until its predictions are read."""
-    fast.COMPILE_BATCHES = STAGED_BATCHES
+def first_batches(name: str, batch: int, device: str, new: bool = False) -> dict[str, Any]:
+    """Return the seconds of the first batches of MGTTA, each until its predictions are read.
+
+    Args:
+        new: as if no code was on disk, so that nothing is compiled.
+    """
     model = classifier(name, device)
     x = images(model, batch, device)
     method = mgtta.create("mgtta", model, precision="bf16", **needed("mgtta", model, x))
+    if new:
+        method.engine.compiles = False
     found = []
-    for _ in range(STAGED_BATCHES + 20):
+    for _ in range(FIRST_BATCHES):
         began = now()
         method(x).argmax(1).tolist()
         found.append(now() - began)
@@ -151,23 +169,24 @@ def single(args: argparse.Namespace) -> dict[str, Any]:
     """Return how long a caller waits for the prediction of one image, as images come one by one and in a row."""
     model = classifier(args.model, args.device)
     x = images(model, 1, args.device)
-    calls = 48 if args.quick else 480
+    calls = 20 if args.quick else 320
     fast_precision = "bf16" if args.device == "cuda" else "fp32"
     rows = []
     for label, name, settings in (
         ("NoAdapt", "noadapt", {}),
-        ("MGTTA, gather=16", "mgtta", {"gather": 16}),
-        ("MGTTA+", "mgtta_plus", {}),
+        ("MGTTA+", "mgtta_plus", {"mirror": True}),
         ("MGTTA+ without twins", "mgtta_plus", {"mirror": False}),
+        ("MGTTA, gather=16", "mgtta", {"gather": 16}),
     ):
-        if args.deadline.left < 25:
+        if args.deadline.left < 30:
             break
         try:
             method = mgtta.create(name, model, precision=fast_precision, **needed(name, model, x), **settings)
             method.warm_up(x)
             for _ in range(34):  # two windows
                 method(x)
-            times = {way: _latencies(method, x, calls, way) for way in (INTERVAL_SECONDS, 0.0)}
+            ways = (INTERVAL_SECONDS, 0.0) if args.device == "cuda" else (0.0,)
+            times = {way: _latencies(method, x, calls, way) for way in ways}
         except Exception as error:  # the others may still work
             traceback.print_exc(limit=4)
             rows.append({"name": label, "error": f"{type(error).__name__}: {error}"[:300]})
@@ -179,17 +198,24 @@ def single(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _latencies(method: Any, x: Tensor, calls: int, interval: float) -> dict[str, float]:
-    """Return median and 99th percentile of the seconds until a prediction is read, and the mean seconds of a call."""
+    """Return median and 99th percentile of the seconds until a prediction is read, and the mean seconds of a call.
+
+    Args:
+        interval: seconds between two images; 0: each comes when the one before it is predicted.
+    """
+    read = time.perf_counter if x.is_cuda else time.process_time
     found = []
-    began = time.perf_counter()
+    began = read()
+    batches = itertools.cycle(like(x))
     for i in range(calls):
-        while time.perf_counter() < began + i * interval:
+        x = next(batches)
+        while read() < began + i * interval:
             pass
-        start = time.perf_counter()
+        start = read()
         method(x).argmax(1).tolist()
-        found.append(time.perf_counter() - start)
+        found.append(read() - start)
     updates = method.updates  # waits for the last one
-    total = time.perf_counter() - began
+    total = read() - began
     cuts = statistics.quantiles(found, n=100)
     return {"median": cuts[49], "p99": cuts[98], "mean": total / calls, "updates": updates}
 
@@ -223,18 +249,14 @@ def decoding(files: list[bytes], device: str) -> dict[str, Any]:
 
 
 def paths(args: argparse.Namespace) -> dict[str, Any]:
-    """Return accuracies of methods on the fast path beside float32, and of MGTTA+ with twins at some batches."""
-    import imagenet
+    """Return accuracies of methods on the fast path beside float32, and of MGTTA+ with twins at some batches.
 
-    if args.data is None or args.checkpoint is None:
-        raise SystemExit("paths needs --data and --checkpoint")
-    model = imagenet.deit_tiny(args.checkpoint, args.device)
-    clean = imagenet.shard(args.data, 0)
-    given = {"source": imagenet.source_of(model, clean), "fisher": mgtta.fisher_information(model, clean.x[:512])}
-    test = imagenet.shard(args.data, *((1,) if args.quick else (1, 2)))
+    Without --data it takes an embedded model and its images.
+    """
+    made = _on_imagenet if args.data is not None else _on_embedded
+    model, given, test = made(args)
     names = PATH_CORRUPTIONS[:1] if args.quick else PATH_CORRUPTIONS
-    first = 128 if args.quick else None
-    batches = list(stream(corrupted(test, names), batch_size=64, first=first, device=args.device))
+    batches = list(stream(corrupted(test, names), batch_size=64, device=args.device))
     orders = [batches, *(shuffled(batches, seed) for seed in range(1, args.orders))]
     rows: list[dict[str, Any]] = []
 
@@ -242,7 +264,8 @@ def paths(args: argparse.Namespace) -> dict[str, Any]:
         if args.deadline.left < 15:
             return
         own = {key: given[key] for key, needs in (("source", needs_source), ("fisher", needs_fisher)) if needs(name)}
-        method = mgtta.create(name, model, precision=precision, **own, **PATH_SETTINGS[name], **settings)
+        rates = PATH_SETTINGS[name] if args.data is not None else {}
+        method = mgtta.create(name, model, precision=precision, **own, **rates, **settings)
         began = now()
         found = [_right(method, order, twins) for order in orders]
         seconds = (now() - began) / len(orders)
@@ -250,13 +273,36 @@ def paths(args: argparse.Namespace) -> dict[str, Any]:
         rows.append({"name": name, "precision": precision, "twins": twins, "top1": found, "seconds": seconds, **shown})
         print(rows[-1], file=sys.stderr)
 
-    for mirror, twins in ((True, None), (False, None), (True, 5), (True, 15)):
+    mirrored = ((True, None), (False, None), (True, 5), (True, 15))
+    for mirror, twins in mirrored if args.data is not None else ((False, None),):  # mirrored characters are others
         run("mgtta_plus", "bf16", twins, mirror=mirror)
-    for name in PATH_SETTINGS:
+    run("mgtta_plus", "fp32", mirror=args.data is not None)
+    for name in list(PATH_SETTINGS)[1:]:
         for precision in ("fp32", "bf16"):
-            if (name, precision) != ("mgtta_plus", "bf16"):
-                run(name, precision)
-    return {"images": first or len(test), "corruptions": list(names), "batches": len(batches), "rows": rows}
+            run(name, precision)
+    told = {"model": model.name, "images": len(test), "corruptions": list(names), "batches": len(batches)}
+    return {**told, "rows": rows}
+
+
+def _on_imagenet(args: argparse.Namespace) -> tuple[mgtta.Classifier, dict[str, Any], Any]:
+    """Return DeiT-Tiny, what methods need, and the test images."""
+    import imagenet
+
+    if args.checkpoint is None:
+        raise SystemExit("paths on ImageNet needs --checkpoint")
+    model = imagenet.deit_tiny(args.checkpoint, args.device)
+    clean = imagenet.shard(args.data, 0)
+    given = {"source": imagenet.source_of(model, clean), "fisher": mgtta.fisher_information(model, clean.x[:512])}
+    return model, given, imagenet.shard(args.data, 1, 2)
+
+
+def _on_embedded(args: argparse.Namespace) -> tuple[mgtta.Classifier, dict[str, Any], Any]:
+    """Return an embedded model, what methods need, and the test images."""
+    model = mgtta.load_model(args.model).to(args.device)
+    images_of = images_for(args.model)
+    clean = images_of(64 if args.quick else 512, seed=CLEAN_SEED).tensors()[0]
+    given = {"source": mgtta.load_source(args.model), "fisher": mgtta.fisher_information(model, clean)}
+    return model, given, images_of(64 if args.quick else 512)
 
 
 def _right(method: Any, batches: list[Any], twins: int | None) -> float:

@@ -1,6 +1,7 @@
 """What the parts of benchmarks/speed.py share: contenders, how they are timed, and TENT as it is commonly written."""
 
 import gc
+import itertools
 import random
 import statistics
 import sys
@@ -215,7 +216,8 @@ def method_of(
         if isinstance(method, Scheduled):
             method.schedule.left = sys.maxsize  # as if it had just learned
         kept.append(method)
-        return lambda: method(x)
+        batches = itertools.cycle(like(x))
+        return lambda: method(next(batches))
 
     def graph_bytes(reserved: bool) -> int:
         engine = kept[0].engine
@@ -224,6 +226,13 @@ def method_of(
         return engine.graphs_hold if reserved else engine.graph_bytes
 
     return Contender(label, make, precision, precision == "tf32", graph_bytes, seconds)
+
+
+def like(x: Tensor) -> list[Tensor]:
+    """Return x and other batches of its kind: a stream does not repeat itself."""
+    drawn = torch.Generator(x.device).manual_seed(1)
+    others = [torch.randint(0, 256, x.shape, dtype=x.dtype, device=x.device, generator=drawn) for _ in range(4)]
+    return [x, *others]
 
 
 def needed(name: str, model: mgtta.Classifier, x: Tensor) -> dict[str, Any]:

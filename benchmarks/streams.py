@@ -18,6 +18,7 @@ in mgtta+'s means; inf: all of them do.
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Iterator
 from itertools import product
@@ -34,6 +35,7 @@ import mgtta
 from mgtta._lib.files import atomic
 from mgtta.data.streams import GRADUAL
 from mgtta.evaluation.metrics import expected_calibration_error, reliability
+from mgtta.fast import engine
 from mgtta.methods import _neighbours
 from mgtta.methods.registry import recipe
 from mgtta.report.summary import spelled
@@ -65,6 +67,7 @@ class Bench:
 
     def __init__(self, path: Path, device: str, precision: str, alike: float, singles: int):
         _neighbours.ALIKE = alike
+        engine.COMPILE_BATCHES = math.inf  # graphs are captured, but many processes would compile side by side
         torch.set_num_threads(1)
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
@@ -127,7 +130,8 @@ class Bench:
             y = self.labels[torch.cat(batches)[:, 0]]
             records.append({"domain": domain, **scores(torch.cat(logits).float().cpu(), y)})
         own = {"experiment": "streams", "method": name, "kind": kind, "seed": seed, "settings": settings}
-        return [{**own, **record, "without": [], "split": self.split} for record in records]
+        more = {"without": [], "split": self.split}
+        return [{**own, **record, **more, "part": part} for part, record in enumerate(records)]
 
 
 def scores(logits: Tensor, y: Tensor) -> dict[str, Any]:

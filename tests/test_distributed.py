@@ -302,7 +302,7 @@ def test_what_is_sent_for_each_step(ran):
     sent = ran[0]["messages"]
     assert sent["mgtta"] == sent["eq7_adam"] == [3, 8 * (n + statistics + 1)]
     assert sent["tent"] == [3, 8 * (n + 2 + 1)]
-    assert sent["eata"] == [4, 8 * (n + 2 + 1 + CLASSES + 1)]
+    assert sent["eata"] == [5, 8 * (n + 1 + 3 + 1 + CLASSES + 2)]  # first whether an image is chosen on any rank
     assert sent["deyo"] == [4, 8 * (n + K + 2 + 1)]
     assert sent["sar"] == [6, 8 * 2 * (sum(p.numel() for p in create("sar").adapted.values()) + 2 + 1)]
     assert sent["noadapt"] == [0, 0]

@@ -127,23 +127,24 @@ def test_steps_of_their_own_run_over_rounded_weights(name):
 def test_a_graph_finds_buffers_that_a_reset_or_a_load_has_replaced():
     method = make("mgtta_plus", gather=0, recall=0)
     engine = method.engine
+    memory = method.neighbours
     method(images(8))
     engine._hold_buffers(images(8))  # as a capture does
-    held = method.mean
+    held = memory.values
     state = method.state_dict()
     method.reset()
-    assert method.mean is not held
-    expected = method.mean.clone()
+    assert memory.values is not held
+    expected = memory.values.clone()
     engine._follow_buffers()
-    assert method.mean is held
+    assert memory.values is held
     assert torch.equal(held, expected)
     method.load_state_dict(state)
     engine._follow_buffers()
-    assert method.mean is held
-    assert torch.equal(held, state["buffers"]["mean"])
+    assert memory.values is held
+    assert torch.equal(held, state["buffers"]["neighbours.values"])
     method.reset()
     engine._hold_buffers(images(8))  # another capture, after a reset
-    assert method.mean is held
+    assert memory.values is held
     assert torch.equal(held, expected)
 
 
@@ -433,11 +434,12 @@ def test_a_plain_vit_is_the_same_block_by_block():
     with pytest.MonkeyPatch.context() as patch:  # the one place where it rounds
         patch.setattr(torch.Tensor, "to", lambda t, d, *a, **k: t if d is torch.bfloat16 else to(t, d, *a, **k))
         rounding, exactly = plain.mlp, lambda h, first, second, *_: second(torch.nn.functional.gelu(first(h)))
+        patch.setattr(plain, "RECOMPUTED_IMAGES", 3)  # of 8
         for recompute, keep in ((True, None), (False, None), (False, torch.float8_e4m3fn), (True, torch.float32)):
             patch.setattr(plain, "mlp", exactly if keep is None else rounding)
             found = plain.ViT(model, recompute)
             found.keep = keep
-            logits, features = found(x, lambda function: function)
+            logits, features = found(x, lambda function: function, lambda x: x)
             torch.testing.assert_close(logits, expected[0])
             for a, b in zip(features, expected[1], strict=True):
                 torch.testing.assert_close(a, b)

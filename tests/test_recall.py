@@ -63,6 +63,17 @@ def test_recall_finds_the_state_of_a_domain_that_returns():
     assert len(method.domains.known) == 1  # the dark one
 
 
+def test_the_same_images_again_and_again_are_one_domain():
+    """Their batches do not scatter: a difference as small as rounding is not a shift."""
+    method = tent()
+    for t in range(6):
+        method(day(0) * (1 - 1e-6 * t))
+    assert actions(method) == []
+    run(method, dark)
+    method(day(0))
+    assert actions(method) == ["shift", "recall"]
+
+
 def test_recall_keeps_moments_and_buffers_but_not_counters():
     model = mgtta.load_model(confident_vit())
     source = mgtta.source_statistics(model, images(16, seed=99))

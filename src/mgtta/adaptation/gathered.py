@@ -116,10 +116,12 @@ class Gathered(Wrapper):
 
     def warm_up(self, x: Tensor) -> None:
         """Compile for batches of x's shape, and for the batch in which so many of them are learned from."""
-        self.method.warm_up(x)
         batches = math.ceil(self.images / len(x))
-        if batches > 1:
-            self.method.warm_up(x.repeat(batches, *(1 for _ in x.shape[1:])), observe=False)
+        if batches == 1:
+            self.method.warm_up(x)
+            return
+        self.method.warm_up(x, learn=False)
+        self.method.warm_up(x.repeat(batches, *(1 for _ in x.shape[1:])), learn=True, observe=False)
 
     def own(self) -> dict[str, Any]:
         return {"kept": [x.clone() for x in self.kept]}
@@ -141,7 +143,7 @@ class Gathered(Wrapper):
 
     def load_own(self, checked: list[Tensor]) -> None:
         self.begin()
-        self._kept = checked
+        self._kept += checked
 
     def begin(self) -> None:
         self._kept: list[Tensor] = []

@@ -42,7 +42,7 @@ class Method(MethodState, Budgeted):
         ranks: the processes that share every batch; see `join`.
         start: the first snapshot, to which `reset` goes back; None before the first call.
         events: what a guard did; see mgtta.Guard.
-        pull: after each update the parameters go this share of the way back to the source.
+        pull: after each update the parameters move this share of the distance to the source.
         decay: the learning rate of an update after k others is lr / sqrt(1 + k / decay).
         waiting: images that were predicted and that the next update will learn from; see Gathered.
     """
@@ -191,13 +191,14 @@ class Method(MethodState, Budgeted):
         return export_net(self.model, self.adapted, statistics=self.statistics)
 
     @torch.inference_mode(False)
-    def warm_up(self, x: Tensor, observe: bool = True) -> None:
+    def warm_up(self, x: Tensor, learn: bool | None = None, observe: bool = True) -> None:
         """Compile for batches of x's shape now; leaves no trace. On a CPU and in fp32 there is nothing to do.
 
         Args:
+            learn: True: for steps that learn; False: for predictions; None: for both.
             observe: False: for images that are learned from after they were predicted and observed.
         """
         self.remember_start()
         before = self.snapshot()
-        self.engine.warm_up(x, observe)
+        self.engine.warm_up(x, learn, observe)
         load(self, before)

@@ -27,7 +27,7 @@ from torch.nn.functional import conv2d
 from mgtta._lib.errors import unknown as unknown_name
 from mgtta._lib.names import spelled
 from mgtta.adaptation.method import Events, Method
-from mgtta.adaptation.shift import Arriving, ShiftDetector, is_count
+from mgtta.adaptation.shift import SHIFT, Arriving, ShiftDetector, is_count
 from mgtta.adaptation.state import load
 from mgtta.adaptation.step import Pass
 from mgtta.adaptation.wrapper import Wrapper, innermost
@@ -35,6 +35,7 @@ from mgtta.adaptation.wrapper import Wrapper, innermost
 UNKNOWN = ("continue", "source")
 NEAR = 3.0  # n |s - c|^2 / v below which a batch is of a domain that was kept
 ALIKE = 0.5  # of their distance from the present domain, squared, within which two batches lie on the same side of it
+LEAST_SPREAD = 1e-3  # of a domain, where 1 is that of unlike images: the same image again and again has none
 LOOK_IMAGES = 32  # that are looked at together, at least: smaller batches are added up
 SIDE_PIXELS = 112  # of the middle of an image, which is what is looked at
 LEAST_VARIANCE = 1e-6  # of a channel over places, so that it has a logarithm
@@ -159,8 +160,10 @@ class Recalled(Wrapper):
         """Return mean and variance over places of each channel of the first layer: (n, 2, D).
 
         The layer's filters are applied to images as they came. What normalises images, and the layer's bias, would add
-        the same to every batch.
+        the same to every batch. A GPU takes few images at a time, which needs less memory.
         """
+        if x.is_cuda and len(x) > LOOK_IMAGES:
+            return torch.cat([self._measure(part) for part in x.split(LOOK_IMAGES)])
         unit = 1.0
         if x.dtype == torch.uint8:
             unit = 1 / 255
@@ -210,7 +213,7 @@ class Recalled(Wrapper):
             domains = self._domains
         assert domains.scale is not None
         s = (summary / domains.scale).numpy()
-        if not domains.present.shifted(domains.present.distance(s, n)):
+        if not _left(domains.present, domains.present.distance(s, n)):
             self._stay(s, n)
             return
         found = self._nearest(s, n)
@@ -236,7 +239,7 @@ class Recalled(Wrapper):
         found = None
         least = NEAR
         for known in self._domains.known:
-            distance = known.detector.distance(s, n) / known.detector.spread
+            distance = known.detector.distance(s, n) / max(known.detector.spread, LEAST_SPREAD)
             if distance < least:
                 found = known
                 least = distance
@@ -397,6 +400,11 @@ def _scale(means: Tensor, squares: Tensor) -> Tensor:
     floors = [LEAST_SCALE * kind.median().item() or 1.0 for kind in kinds]
     std = torch.cat([kind.clamp(min=floor) for kind, floor in zip(kinds, floors, strict=True)])
     return std * math.sqrt(len(std))
+
+
+def _left(present: ShiftDetector, distance: float) -> bool:
+    """Return whether a look at this distance lies outside of the present domain."""
+    return present.shifted(distance) and distance > SHIFT * LEAST_SPREAD
 
 
 def _alike(domains: Domains, s: np.ndarray) -> bool:

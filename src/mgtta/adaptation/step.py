@@ -47,8 +47,8 @@ class Engine(Protocol):
     def adapt(self, x: Tensor) -> Pass:
         """Predict x, then make one update or count a skip."""
 
-    def warm_up(self, x: Tensor, observe: bool = True) -> None:
-        """Prepare for batches of this shape; may change the method's state."""
+    def warm_up(self, x: Tensor, learn: bool | None = None, observe: bool = True) -> None:
+        """Prepare for batches of this shape; may change the method's state. The arguments: Method.warm_up."""
 
     def apart(self, x: Tensor) -> AbstractContextManager[None]:
         """Return a block that uses x, and for whose work on a GPU the caller does not wait."""
@@ -132,7 +132,7 @@ class EagerEngine:
                 torch._foreach_lerp_(params, list(method.origin), method.pull)
         self.updates += 1
 
-    def warm_up(self, x: Tensor, observe: bool = True) -> None:
+    def warm_up(self, x: Tensor, learn: bool | None = None, observe: bool = True) -> None:
         """Do nothing: there is nothing to compile."""
 
     def apart(self, x: Tensor) -> AbstractContextManager[None]:

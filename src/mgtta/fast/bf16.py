@@ -18,6 +18,7 @@ from mgtta.models.hooks import own_hook
 from mgtta.models.norms import blocks_of, dotted, norm_layers
 from mgtta.models.statistics import StreamStatistics
 
+Views = Callable[[Tensor], Tensor]  # images -> those that go through the network
 How = Callable[[Callable[..., Any]], Callable[..., Any]]  # a function -> the same function, or it compiled
 
 
@@ -84,17 +85,18 @@ class Hooked:
             self.model.net.get_submodule(name).register_forward_pre_hook(partial(self._collect, i))
         self.reader = self.model.reader()
         if _is_convolutional(self.model):
-            self.model.net.to(memory_format=torch.channels_last)  # which convolutions in bfloat16 are made for
+            for convolution in _convolutions(self.model):  # those in bfloat16 are made for channels last
+                convolution.weight.data = convolution.weight.data.contiguous(memory_format=torch.channels_last)
             self.model.net.register_forward_pre_hook(_last_channels)
         for name in blocks_of(self.model.net) if recompute else ():
             block = self.model.net.get_submodule(name)
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
-    def __call__(self, x: Tensor, how: How) -> tuple[Tensor, list[Tensor]]:
-        """Return the logits, and the features of each layer."""
+    def __call__(self, x: Tensor, how: How, views: Views) -> tuple[Tensor, list[Tensor]]:
+        """Return the logits, and the features of each layer, of views of x."""
         if not self.recompute:
-            return how(_hooked)(self, x)
-        found = _hooked(self, x)
+            return how(_hooked)(self, x, views)
+        found = _hooked(self, x, views)
         self.collecting = False  # blocks run again in the backward pass
         return found
 
@@ -106,15 +108,20 @@ class Hooked:
 
 def _is_convolutional(model: Classifier) -> bool:
     """Return True for a network on a GPU with more convolutions than that of its patches."""
-    convolutions = [module for module in model.net.modules() if isinstance(module, nn.Conv2d)]
+    convolutions = _convolutions(model)
     return len(convolutions) > 1 and convolutions[0].weight.is_cuda
+
+
+def _convolutions(model: Classifier) -> list[nn.Conv2d]:
+    return [module for module in model.net.modules() if isinstance(module, nn.Conv2d)]
 
 
 def _last_channels(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return inputs[0].contiguous(memory_format=torch.channels_last), *inputs[1:]
 
 
-def _hooked(network: Hooked, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _hooked(network: Hooked, x: Tensor, views: Views) -> tuple[Tensor, list[Tensor]]:
+    x = views(x)
     network.reader.images = len(x)
     logits = network.model(x)
     return logits, network.reader.take()

@@ -239,9 +239,9 @@ class FastEngine:
     def adapt(self, x: Tensor) -> Pass:
         return self.step(x, learn=True, observe=False, collect=False)
 
-    def warm_up(self, x: Tensor, observe: bool = True) -> None:
-        self.step(x, False, observe, True, now=True)
-        self.step(x, True, observe, True, now=True)
+    def warm_up(self, x: Tensor, learn: bool | None = None, observe: bool = True) -> None:
+        for kind in (False, True) if learn is None else (learn,):
+            self.step(x, kind, observe, True, now=True)
 
     @property
     def observes(self) -> bool:
@@ -267,7 +267,7 @@ class FastEngine:
     def _look(self, x: Tensor, how: How, collect: bool = False) -> Pass:
         network = self._net()
         network.collecting = collect
-        logits, features = network(self.method.views(x), how)
+        logits, features = network(x, how, self.method.views)
         return Pass(self.method.merge(logits), features)
 
     def _lay_out(self, x: Tensor) -> None:

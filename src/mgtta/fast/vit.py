@@ -21,11 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mgtta._lib.timm import timm
-from mgtta.fast.bf16 import How
+from mgtta.fast.bf16 import How, Views
 from mgtta.fast.float8 import FLOAT8, Float8Weights, float8_weights, multiplies_float8
 from mgtta.fast.kernels import norm_backward, qkv_backward
 from mgtta.fast.mlp import mlp
 from mgtta.models.classifier import Classifier
+
+RECOMPUTED_IMAGES = 64  # with little memory, that pass a block at a time
 
 
 class ViT:
@@ -63,37 +65,37 @@ class ViT:
             return False
         return all(size % 16 == 0 for block in cast(Any, model.net).blocks for size in block.mlp.fc1.weight.shape)
 
-    def __call__(self, x: Tensor, how: How) -> tuple[Tensor, list[Tensor]]:
-        """Return the logits, and the features of each layer.
+    def __call__(self, x: Tensor, how: How, views: Views) -> tuple[Tensor, list[Tensor]]:
+        """Return the logits, and the features of each layer, of views of x.
 
         The features are the class token after each block's first norm, except the first block's, and after the final
         norm.
         """
         patch = self.net.patch_embed
         if tuple(x.shape[1:]) != (patch.proj.in_channels, *patch.img_size):
-            return self.model.features(x)  # which raises the network's own error
+            return self.model.features(views(x))  # which raises the network's own error
         last = self.net.blocks[-1]
         if self.recompute and torch.is_grad_enabled():
-            h, x, taps = self._recomputed_blocks(x, how)
+            h, x, taps = self._recomputed_blocks(x, how, views)
         else:
-            h, x, taps = self._blocks(x, how)
+            h, x, taps = self._blocks(x, how, views)
         logits, tap = how(_end)(self.net, last, h, x, self.model.classes, self.keep)
         return logits, [*taps, tap]
 
-    def _blocks(self, x: Tensor, how: How) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _blocks(self, x: Tensor, how: How, views: Views) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return the last block's normed tokens, its tokens, and the taps so far."""
         taps: list[Tensor] = []
-        h, x = how(_begin)(self.model, self.net.blocks[0], x, self.keep)
+        h, x = how(_begin)(self.model, self.net.blocks[0], x, views, self.keep)
         for (block, following), float8 in zip(pairwise(self.net.blocks), self.float8, strict=True):
             h, x, tap = how(_block)(block, following, h, x, self.keep, float8)
             taps.append(tap)
         return h, x, taps
 
-    def _recomputed_blocks(self, x: Tensor, how: How) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def _recomputed_blocks(self, x: Tensor, how: How, views: Views) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return the same as `_blocks`, where each block keeps only its input for the backward pass."""
         *early, last = self.net.blocks
         taps: list[Tensor] = []
-        x = how(_embed)(self.model, x)
+        x = how(_embed)(self.model, x, views)
         for block, float8 in zip(early, self.float8, strict=True):
             x, tap = _Recomputed.apply(x, how, block, self.keep, float8, *_norms(block))
             taps.append(tap)
@@ -146,9 +148,9 @@ def _is_norm(layer: nn.Module) -> bool:
 # --- the parts, each compiled separately
 
 
-def _embed(model: Classifier, x: Tensor) -> Tensor:
+def _embed(model: Classifier, x: Tensor, views: Views) -> Tensor:
     """Return the tokens (N, L, d) that the first block takes."""
-    x = model.prepare(x).to(torch.bfloat16)
+    x = model.prepare(views(x)).to(torch.bfloat16)
     net = cast(Any, model.net)
     proj = net.patch_embed.proj
     n, channels, height, width = x.shape
@@ -158,9 +160,9 @@ def _embed(model: Classifier, x: Tensor) -> Tensor:
     return net._pos_embed(F.linear(patches, proj.weight.flatten(1), proj.bias))
 
 
-def _begin(model: Classifier, block: Any, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
+def _begin(model: Classifier, block: Any, x: Tensor, views: Views, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Return the first block's normed tokens and its tokens, both (N, L, d)."""
-    h, x, _ = _norm(block.norm1, _embed(model, x), keep, tapped=False)
+    h, x, _ = _norm(block.norm1, _embed(model, x, views), keep, tapped=False)
     return h, x
 
 
@@ -298,7 +300,10 @@ class _QKV(torch.autograd.Function):
 
 
 class _Recomputed(torch.autograd.Function):
-    """A block that keeps only its input, and runs again in the backward pass; both runs are compiled."""
+    """A block that keeps only its input, and runs again in the backward pass; both runs are compiled.
+
+    Both take RECOMPUTED_IMAGES images at a time: what a block needs meanwhile does not grow with the batch.
+    """
 
     @staticmethod
     def forward(
@@ -308,18 +313,32 @@ class _Recomputed(torch.autograd.Function):
         ctx.how = how
         ctx.block = block
         ctx.given = (keep, float8)
-        return how(_whole)(block, x, keep, float8)
+        return _joined([how(_whole)(block, part, keep, float8) for part in x.split(RECOMPUTED_IMAGES)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         [x] = ctx.saved_tensors
-        x = x.detach().requires_grad_()
         norms = _norms(ctx.block)
-        with torch.enable_grad():
-            outputs = ctx.how(_whole)(ctx.block, x, *ctx.given, True)
-        found = iter(torch.autograd.grad(outputs, [x, *(p for p in norms if p.requires_grad)], grads))
-        dx = next(found)
-        return dx, None, None, None, None, *(next(found) if p.requires_grad else None for p in norms)
+        moved = [p for p in norms if p.requires_grad]
+        dx = []
+        found: list[list[Tensor]] = []  # the gradients of the norms, of each part of the images
+        for part, *own in zip(*(t.split(RECOMPUTED_IMAGES) for t in (x, *grads)), strict=True):
+            part = part.detach().requires_grad_()
+            with torch.enable_grad():
+                outputs = ctx.how(_whole)(ctx.block, part, *ctx.given, True)
+            first, *others = torch.autograd.grad(outputs, [part, *moved], own)
+            dx.append(first)
+            found.append(others)
+        sums = (sum(each[1:], each[0]) for each in zip(*found, strict=True))
+        [whole] = _joined([(t,) for t in dx])
+        return whole, None, None, None, None, *(next(sums) if p.requires_grad else None for p in norms)
+
+
+def _joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Return each of several tensors whole, from its parts."""
+    if len(parts) == 1:
+        return parts[0]
+    return tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
 
 def _norms(block: Any) -> list[Tensor]:

@@ -63,8 +63,8 @@ class EATA(ETA):
 
     def forgetting(self) -> Tensor:
         """Return beta * R: the squared distance from the source, weighed by importance (Eq. 7)."""
-        theta, theta_o, w = map(_flat, (self.adapted.values(), self.origin, self.importance))
-        return self.fisher_weight * (w * (theta - theta_o).square()).sum()
+        moved = _flat(self.adapted.values()) - _flat(self.origin)
+        return self.fisher_weight * (_flat(self.importance) * moved.square()).sum()
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:
