@@ -1,25 +1,32 @@
-"""The README's picture: rendered images before and after adaptation, and the gain under each corruption.
+"""The README's picture, rendered images before and after adaptation, and the tables of docs/patterns.md.
 
-    mgtta demo --out runs/picture
-    python benchmarks/before_after.py runs/picture
+    mgtta demo --methods noadapt,neo,mgtta+ --out runs/demo
+    mgtta bench continual --model patterns_vit --images 512 --methods noadapt,tent,neo,mgtta+ --out runs/continual
+    python benchmarks/before_after.py runs/demo runs/continual
 
-writes docs/before-after.svg, for light and dark pages. Images come from the corruptions that gain most: of each, the
-first one that adaptation corrects after 96 images of the stream. The last image is one that it spoils.
+writes docs/before-after.svg, for light and dark pages, and the texts between the marks of docs/patterns.md. Images come
+from the corruptions that gain most: of each, the first one that adaptation corrects after 96 images of the stream. The
+last image is one that it spoils.
 """
 
 import sys
+import textwrap
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from pages import between
+
 from mgtta._lib.files import atomic
 from mgtta.bench.store import Store
-from mgtta.report import Section, sections
+from mgtta.report import Section, markdown, sections
 from mgtta.report.examples import Example, embedded_examples
 from mgtta.report.summary import MEAN
 
-OUT = Path(__file__).parent.parent / "docs" / "before-after.svg"
+DOCS = Path(__file__).parent.parent / "docs"
+METHOD = "mgtta+"
+STATISTICS = "neo"  # only re-centres
 WIDTH = 760  # of the picture, px
 TILE = 92  # side of an image
 ACROSS = 4  # images in a row
@@ -63,11 +70,11 @@ def tile(example: Example, x: float, y: float) -> list[str]:
     return parts
 
 
-def gains(section: Section, method: str) -> list[str]:
+def gains(section: Section) -> list[str]:
     """Return a line for each corruption, from the accuracy before to the accuracy after, the largest gain first."""
     figures = section.figures()
     before = {name: figure.mean for name, figure in figures["noadapt"].items() if name != MEAN}
-    after = {name: figures[method][name].mean for name in before}
+    after = {name: figures[METHOD][name].mean for name in before}
     parts = []
     for i, name in enumerate(sorted(before, key=lambda name: before[name] - after[name])):
         y = TOP + 10 + ROW * i
@@ -88,12 +95,11 @@ def picture(records: Sequence[dict[str, Any]], examples: Sequence[Example]) -> s
     """Return the SVG."""
     [section] = sections(records)
     figures = section.figures()
-    [method] = [name for name in figures if name != "noadapt"]
-    before, after = (figures[name][MEAN].mean for name in ("noadapt", method))
+    before, after = (figures[name][MEAN].mean for name in ("noadapt", METHOD))
     first = section.records[0]
     title = f"{before:.1f} % → {after:.1f} %"
     words = (
-        f"accuracy without and with {method}, mean of {len(section.columns)} corruptions: a ViT with LayerNorm only, "
+        f"accuracy without and with {METHOD}, mean of {len(section.columns)} corruptions: a ViT with LayerNorm only, "
         f"{first['images']} rendered images each"
     )
     height = TOP + 2 * STEP_Y - 20
@@ -108,19 +114,53 @@ def picture(records: Sequence[dict[str, Any]], examples: Sequence[Example]) -> s
     ]
     for i, example in enumerate(chosen(examples)):
         parts += tile(example, STEP_X * (i % ACROSS), TOP + STEP_Y * (i // ACROSS))
-    return "\n".join([*parts, *gains(section, method), "</svg>\n"])
+    return "\n".join([*parts, *gains(section), "</svg>\n"])
 
 
 def _text(x: float, y: float, text: str, look: str = "") -> str:
     return f'<text class="{look}" x="{x}" y="{y}">{escape(text)}</text>'
 
 
+def page_texts(demo: Sequence[dict[str, Any]], continual: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return mark -> the text between its marks in docs/patterns.md."""
+    return {
+        "reset": f"{markdown(demo)}\n\n{worse(demo)}",
+        "continual": f"{markdown(continual)}\n\n{worse(continual)}",
+        "statistics": textwrap.fill(
+            f"With resets, `mgtta+` gains {difference(demo, 'noadapt'):.1f} points over NoAdapt, and in one stream "
+            f"{difference(continual, 'noadapt'):.1f}. Over `neo` it gains {difference(demo, STATISTICS):.1f} points "
+            f"with resets, and {difference(continual, STATISTICS):.1f} in one stream.",
+            120,
+        ),
+    }
+
+
+def difference(records: Sequence[dict[str, Any]], other: str) -> float:
+    """Return how many points mgtta+ is ahead of another method, on the mean of the corruptions."""
+    [section] = sections(records)
+    figures = section.figures()
+    return figures[METHOD][MEAN].mean - figures[other][MEAN].mean
+
+
+def worse(records: Sequence[dict[str, Any]]) -> str:
+    """Return a sentence on the corruptions that mgtta+ makes worse."""
+    [section] = sections(records)
+    figures = section.figures()
+    changes = {name: figures[METHOD][name].mean - figures["noadapt"][name].mean for name in figures[METHOD]}
+    lost = [f"{name} ({change:+.1f} points)" for name, change in changes.items() if change < 0]
+    return f"`mgtta+` makes worse: {', '.join(lost) or 'none of them'}."
+
+
 def main() -> None:
-    records = Store(Path(sys.argv[1])).records()
-    examples = embedded_examples(records, domains=2 * ACROSS)
-    with atomic(OUT) as temporary:
-        temporary.write_text(picture(records, examples), encoding="utf-8")
-    print(OUT)
+    demo, continual = (Store(Path(name)).records() for name in sys.argv[1:])
+    examples = embedded_examples(demo, domains=2 * ACROSS)
+    page = (DOCS / "patterns.md").read_text()
+    for mark, text in page_texts(demo, continual).items():
+        page = between(page, mark, text)
+    for name, text in {"before-after.svg": picture(demo, examples), "patterns.md": page}.items():
+        with atomic(DOCS / name) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+        print(DOCS / name)
 
 
 if __name__ == "__main__":

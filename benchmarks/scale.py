@@ -213,6 +213,8 @@ def page(result: dict[str, Any]) -> str:
     about = result["protocol"]
     counts = {row["model"]: len(row["images/s"][WAYS[0]]) for row in result["rows"]}
     steps = " and ".join(f"{n} ({name})" for name, n in counts.items())
+    if "glyphs_plain" in counts:  # the command now takes patterns_vit in its place
+        steps += "; glyphs_plain was an embedded ViT of 0.1 with LayerNorm only and 3.6 M parameters"
     return f"""# One process against two ranks
 
 Command: `{about["command"]}`

@@ -8,16 +8,21 @@ direct rate is that of `method(x)` with the same settings, images that are decod
 measured before and after each row of the table, and the row is compared with the mean of the two, so that other work on
 the machine changes both alike. Every row is the median of several repetitions. Only 127.0.0.1 is asked.
 
-Overload sends ten times as many images a second as the service answers, 16 in a request, whether or not earlier
-requests are answered.
+Overload first measures the sustainable load: clients that wait for their answers, two for each of eight streams, with
+16 images in a request. Then two processes send ten times as many images a second for a minute, each request on a
+connection of its own and at its own time, whether or not earlier requests are answered.
+
+Kills: the service gets SIGKILL at random moments, and must know all its streams when it starts again.
 """
 
 import argparse
+import asyncio
 import http.client
 import io
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -26,9 +31,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, NamedTuple
+from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 import torch
@@ -42,15 +52,20 @@ from mgtta.data.streams import corrupted, stream
 from mgtta.serve.client import Client
 from mgtta.serve.template import RECALL_DOMAINS, template
 
-IMAGES = 256
+IMAGES = 255  # an odd number, so that each of 8 or 64 clients sends all of them in turn
 WARM_UP_SECONDS = 5.0
 LOADED_STREAMS = 64
 MANY_STREAMS = 1000
 TIMES = 10  # the sustainable load
 REQUEST_IMAGES = 16  # of the overload
 CAMERAS = 8  # streams of the overload
-STEADY_SECONDS = 10.0  # in which the sustainable load is measured
-SENDERS = 256  # connections of the overload
+BODIES = 15  # requests with different images, sent in turn: an image that repeats is not learned from
+RETRY_SECONDS = 0.5
+CAMERA_CLIENTS = 2  # that wait for their answers, of each stream, while the sustainable load is measured
+STEADY_SECONDS = 20.0  # in which the sustainable load is measured
+SENDERS = 2  # processes of the overload
+KILL_SAVE_SECONDS = 0.5  # from a change to its save, while the service is killed
+RESET = "connection reset"  # the service has closed it before the whole request was sent
 PATH = "/v1/streams/{}/predict"
 MEGA = 1e6
 
@@ -86,11 +101,24 @@ class Caller:
         return reply.status, reply.read()
 
 
+class PatientCaller(Caller):
+    """A connection that sends a picture again if it is refused because too much waits."""
+
+    def __call__(self, i: int) -> None:
+        content = self.files[i % len(self.files)]
+        while (reply := self.send(content))[0] == 429:
+            self.connection.close()
+            time.sleep(RETRY_SECONDS)
+        if reply[0] != 200:
+            raise RuntimeError(f"{reply[0]}: {reply[1].decode()}")
+
+
 @contextmanager
-def service(*words: str) -> Iterator[tuple[str, int]]:
-    """Start `mgtta serve` with states in a temporary folder; yield its address and the number of its process."""
+def service(*words: str, state: str | None = None) -> Iterator[tuple[str, int]]:
+    """Start `mgtta serve`, by default with states in a temporary folder; yield its address and its process number."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "mgtta", "serve", "--state", folder, "--port", "0", "--device", "cpu", *words]
+        place = ["--state", state or folder, "--port", "0", "--device", "cpu"]
+        command = [sys.executable, "-m", "mgtta", "serve", *place, *words]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             try:
                 assert server.stdout is not None
@@ -243,57 +271,168 @@ def many_streams(files: list[bytes]) -> dict[str, Any]:
         }
 
 
+class Sent(NamedTuple):
+    """One request of the overload."""
+
+    status: str
+    due: float  # the time at which it was to be sent
+    began: float
+    ended: float  # the time of the whole reply
+    retry_after: bool  # whether the reply has this header
+
+
+async def send_one(place: SplitResult, number: int, body: bytes, due: float) -> Sent:
+    """Wait until the time `due`, send a request on a new connection, and return what became of it."""
+    await asyncio.sleep(max(due - time.time(), 0))
+    path = PATH.format(camera(number))
+    lines = [f"POST {path} HTTP/1.1", f"Host: {place.netloc}", f"Content-Length: {len(body)}", "Connection: close"]
+    began = time.time()
+    try:
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        writer.write("\r\n".join([*lines, "", ""]).encode())
+        writer.write(body)
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.read()
+        writer.close()
+        status = head.split()[1].decode()
+    except (ConnectionError, asyncio.IncompleteReadError):
+        head = b""
+        status = RESET
+    return Sent(status, due, began, time.time(), b"\nretry-after:" in head.lower())
+
+
+def send_all(address: str, bodies: list[bytes], due: list[tuple[float, int]]) -> list[Sent]:
+    """Send the request of a number at each time that is due; in a process of its own."""
+    place = urlsplit(address)
+
+    async def all_of_them() -> list[Sent]:
+        return await asyncio.gather(*(send_one(place, i, bodies[i % BODIES], at) for at, i in due))
+
+    return asyncio.run(all_of_them())
+
+
+def camera(number: int) -> str:
+    """Return the stream of the request with this number."""
+    return f"camera-{number % CAMERAS}"
+
+
+def npy(x: torch.Tensor) -> bytes:
+    """Return images as the content of a .npy file."""
+    file = io.BytesIO()
+    np.save(file, x.permute(0, 2, 3, 1).numpy())
+    return file.getvalue()
+
+
 def overload(x: torch.Tensor, seconds: float) -> dict[str, Any]:
     """Send TIMES the images a second that are answered, for so many seconds; watch memory and what is refused."""
-    file = io.BytesIO()
-    np.save(file, x[:REQUEST_IMAGES].permute(0, 2, 3, 1).numpy())
-    content = file.getvalue()
+    bodies = [npy(part) for part in x.split(REQUEST_IMAGES)[:BODIES]]
     with service() as (address, process):
-        names = [f"camera-{i}" for i in range(CAMERAS)]
-        for name in names:
-            Caller(address, name, [content])(0)
-        steady = measured([Caller(address, name, [content]) for name in names], WARM_UP_SECONDS, STEADY_SECONDS)
-        rate = REQUEST_IMAGES * steady["per second"]
-        began = resident_bytes(process)
-        memory = [began]
-        replies: Counter[int] = Counter()
-        latencies: list[float] = []
-        gap = REQUEST_IMAGES / (TIMES * rate)
-        numbers = iter(range(int(seconds / gap)))
-        start = time.perf_counter()
-
-        def send(sender: int) -> None:
-            for number in numbers:
-                time.sleep(max(start + number * gap - time.perf_counter(), 0))
-                sent = time.perf_counter()
-                caller = Caller(address, names[sender % CAMERAS], [content])
-                status, _ = caller.send(content)
-                caller.connection.close()
-                replies[status] += 1
-                if status == 200:
-                    latencies.append(time.perf_counter() - sent)
-
-        threads = [threading.Thread(target=send, args=(i,)) for i in range(SENDERS)]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            memory.append(resident_bytes(process))
-            time.sleep(1)
-        took = time.perf_counter() - start
+        for i in range(CAMERAS):
+            Caller(address, camera(i), bodies)(i)
+        waiting = [PatientCaller(address, camera(i), bodies) for i in range(CAMERAS * CAMERA_CLIENTS)]
+        rate = REQUEST_IMAGES * measured(waiting, WARM_UP_SECONDS, STEADY_SECONDS)["per second"]
+        for caller in waiting:
+            caller.connection.close()
+        before = resident_bytes(process)
+        sent, most_bytes = flood(address, bodies, TIMES * rate / REQUEST_IMAGES, seconds, process)
         after = time.perf_counter()
-        Caller(address, "camera-0", [content])(0)
+        answered_again = first_answer(address, camera(0), bodies[0])
+        replies = Counter(one.status for one in sent)
+        took = max(one.ended for one in sent) - min(one.due for one in sent)  # the last answers come later
+        refused = [one for one in sent if one.status == "429"]
+        latencies = [one.ended - one.began for one in sent if one.status == "200"]
         return {
-            "seconds": took,
+            "seconds": seconds,
             "times": TIMES,
             "images a second, sustained": rate,
-            "images a second, sent": REQUEST_IMAGES * sum(replies.values()) / took,
-            "images a second, answered": REQUEST_IMAGES * replies[200] / took,
-            "replies": {str(status): count for status, count in sorted(replies.items())},
+            "images a second, sent": REQUEST_IMAGES * len(sent) / seconds,
+            "images a second, answered": REQUEST_IMAGES * replies["200"] / took,
+            "latest request ms": 1000 * max(one.began - one.due for one in sent),
+            "replies": dict(sorted(replies.items())),
+            "429 with Retry-After": sum(one.retry_after for one in refused),
             "p99 ms of answers": 1000 * statistics.quantiles(latencies, n=100)[98],
-            "bytes before": began,
-            "most bytes": max(memory),
-            "next answer ms": 1000 * (time.perf_counter() - after),
+            "p99 ms of refusals": 1000 * statistics.quantiles([one.ended - one.began for one in refused], n=100)[98],
+            "bytes before": before,
+            "most bytes": most_bytes,
+            "next answer ms": 1000 * (answered_again - after),
         }
+
+
+def flood(address: str, bodies: list[bytes], rate: float, seconds: float, process: int) -> tuple[list[Sent], int]:
+    """Send so many requests a second, the streams in turn; return them, and the most memory of the service."""
+    most = 0
+    with ProcessPoolExecutor(SENDERS, mp_context=get_context("spawn")) as pool:
+        list(pool.map(time.sleep, [1.0] * SENDERS))  # until all have started
+        start = time.time() + 1.0
+        due = [(start + i / rate, i) for i in range(int(seconds * rate))]
+        parts = [pool.submit(send_all, address, bodies, due[i::SENDERS]) for i in range(SENDERS)]
+        while not all(part.done() for part in parts):
+            most = max(most, resident_bytes(process))
+            time.sleep(0.5)
+    return [one for part in parts for one in part.result()], most
+
+
+def first_answer(address: str, name: str, content: bytes) -> float:
+    """Return the time of the first answer to a client that asks until it is not refused."""
+    while Caller(address, name, []).send(content)[0] != 200:
+        time.sleep(0.2)
+    return time.perf_counter()
+
+
+# --- kills
+
+
+def kills(files: list[bytes], times: int) -> dict[str, Any]:
+    """Kill the service at random moments under load; after each start, ask all streams what they still know."""
+    random = Random(0)
+    names = [f"camera-{i}" for i in range(CAMERAS)]
+    told: dict[str, int] = {}  # updates that each stream has told before the kill
+    lost: list[int] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(times):
+            with service("--save-seconds", str(KILL_SAVE_SECONDS), state=folder) as (address, process):
+                client = Client(address)
+                reports = {name: client.report(name) for name in told}  # an error here is a stream that was lost
+                lost += [told[name] - report["updates"] for name, report in reports.items()]
+                told = asked_until_killed(address, process, names, files, random.uniform(2.0, 8.0))
+        left = len(list(Path(folder).glob("*.safetensors")))
+    return {"kills": times, "streams": CAMERAS, "files": left, "most updates lost": max(lost), "asked": len(lost)}
+
+
+def asked_until_killed(
+    address: str, process: int, names: list[str], files: list[bytes], seconds: float
+) -> dict[str, int]:
+    """Send pictures to all streams, kill the service after so many seconds, and return the updates they have told."""
+    told: dict[str, int] = {}
+
+    def loop(name: str) -> None:
+        caller = Caller(address, name, files)
+        try:
+            for i in count(names.index(name)):
+                status, body = caller.send(files[i % IMAGES])
+                if status == 200:
+                    told[name] = json.loads(body)["updates"]
+        except (OSError, http.client.HTTPException):
+            return
+
+    threads = [threading.Thread(target=loop, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    time.sleep(seconds)
+    os.kill(process, signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    return told
+
+
+def kill_words(found: dict[str, Any]) -> str:
+    """Return what was measured with kills."""
+    return (
+        f"**Kills**: {found['kills']} times SIGKILL at a random moment, while {found['streams']} clients sent pictures "
+        f"to a stream each that is saved {KILL_SAVE_SECONDS:g} s after a change, and a new start. After each start all "
+        f"streams were there and could be read ({found['asked']} reports). A stream lost at most "
+        f"{found['most updates lost']} updates of those that it had told of."
+    )
 
 
 # --- the page
@@ -324,7 +463,7 @@ def page(found: dict[str, Any]) -> str:
         f"The computing thread's time: {shares}. `ask` is what the live view's sample costs: the source model is asked "
         f"about one image in eight. The longest time for which answers waited for updates and a save: "
         f"{found['longest pause seconds']:.2f} s.\n\n"
-        f"{streams_words(found)}\n\n{overload_words(found['overload'])}\n\n"
+        f"{streams_words(found)}\n\n{overload_words(found['overload'])}\n\n{kill_words(found['kills'])}\n\n"
         f"Command: {'; then '.join(f'`OMP_NUM_THREADS=1 {command}`' for command in found['commands'])}\n"
     )
 
@@ -344,15 +483,19 @@ def streams_words(found: dict[str, Any]) -> str:
 def overload_words(found: dict[str, Any]) -> str:
     """Return what was measured under overload."""
     replies = ", ".join(f"{count:,} x {status}" for status, count in found["replies"].items())
+    sent = found["images a second, sent"]
     return (
-        f"**Overload**: {CAMERAS} clients that wait for their answers, with {REQUEST_IMAGES} images in a request, got "
-        f"{found['images a second, sustained']:.0f} images a second. Then {found['times']} times as many were sent, "
-        f"{found['images a second, sent']:.0f} a second for {found['seconds']:.0f} s, whether or not earlier ones were "
-        f"answered. {found['images a second, answered']:.0f} a second were "
-        f"answered. Replies by status: {replies}. 99 % of the answers came within "
-        f"{found['p99 ms of answers'] / 1000:.1f} s. Memory of the process: {found['bytes before'] / MEGA:.0f} MB "
-        f"before, at most {found['most bytes'] / MEGA:.0f} MB. The first "
-        f"request afterwards was answered within {found['next answer ms'] / 1000:.1f} s."
+        f"**Overload**: {CAMERAS * CAMERA_CLIENTS} clients of {CAMERAS} streams that wait for their answers, with "
+        f"{REQUEST_IMAGES} images in a request, got {found['images a second, sustained']:.0f} images a second. Then "
+        f"{SENDERS} processes sent {sent:.0f} a second for {found['seconds']:.0f} s, "
+        f"{sent / found['images a second, sustained']:.1f} times as many, whether or not earlier ones were answered; "
+        f"no request was sent more than {found['latest request ms']:.0f} ms late. "
+        f"{found['images a second, answered']:.0f} images a second were answered. Replies by status: {replies}; "
+        f"{found['429 with Retry-After']:,} of the 429 had a Retry-After. 99 % of the answers came within "
+        f"{found['p99 ms of answers'] / 1000:.1f} s, and 99 % of the refusals within "
+        f"{found['p99 ms of refusals'] / 1000:.1f} s. Memory of the process: {found['bytes before'] / MEGA:.0f} MB "
+        f"before, at most {found['most bytes'] / MEGA:.0f} MB. The first request after the last reply was answered "
+        f"within {found['next answer ms'] / 1000:.1f} s."
     )
 
 
@@ -386,8 +529,9 @@ def main() -> None:
     parser.add_argument("--clients", default="1,8,64", help="numbers of clients, separated by commas")
     parser.add_argument("--seconds", type=float, default=10.0, help="of a repetition")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions of each row of the table")
-    parser.add_argument("--parts", default="rates,streams,overload", help="what to measure again; the rest stays")
+    parser.add_argument("--parts", default="rates,streams,overload,kills", help="what to measure again; the rest stays")
     parser.add_argument("--overload-seconds", type=float, default=60.0)
+    parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--out", type=Path, required=True, help="folder for serve.json and serve.md")
     args = parser.parse_args()
     clients = [int(count) for count in args.clients.split(",")]
@@ -403,6 +547,8 @@ def main() -> None:
         found["many streams"] = many_streams(files)
     if "overload" in parts:
         found["overload"] = overload(x, args.overload_seconds)
+    if "kills" in parts:
+        found["kills"] = kills(files, args.kills)
     print(found, flush=True)
     before = found.get("commands", [])
     if "rates" in parts:

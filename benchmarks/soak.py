@@ -84,9 +84,12 @@ def page(found: dict) -> str:
     memory = found["memory"]
     seconds = found["seconds"]
     relative = found["relative"]
+    model = found["model"]
+    if model == "glyphs_plain":  # the command now takes glyphs_vit
+        model += ", an embedded ViT of 0.1"
     return (
         f"# A long run\n\n`{found['command']}`\n\n{found['method']} under a guard, {found['batches']:,} batches of "
-        f"{found['batch_size']}, {found['model']}; medians of the first and the last quarter.\n\n"
+        f"{found['batch_size']}, {model}; medians of the first and the last quarter.\n\n"
         "| | first quarter | last quarter | growth, % |\n|---|---|---|---|\n"
         f"| memory, MiB | {memory['first'] / 2**20:.1f} | {memory['last'] / 2**20:.1f} | {memory['growth']:+.2f} |\n"
         f"| step, ms of CPU | {1e3 * seconds['first']:.2f} | {1e3 * seconds['last']:.2f} "

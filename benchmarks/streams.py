@@ -1,97 +1,90 @@
 """The experiment `streams` for many processes on one GPU: every image is corrupted once, and all processes read it.
 
-    python benchmarks/streams.py --data SHARDS --checkpoint DEIT_TINY --workers 10 --out results
+    python benchmarks/streams.py choose --network deit_tiny --data SHARDS --checkpoint DEIT_TINY --out results
+    python benchmarks/streams.py run --network deit_tiny --data SHARDS --checkpoint DEIT_TINY --out results
 
-It is the experiment `mgtta bench streams` on DeiT-Tiny: kinds, batches, scores and records are the same, but the
-seeds only change the order of the images, since corruptions are drawn once. Every gradient method has gather=16 and
-recall=16; its learning rate and pull are those of SETTINGS, the best on shard 0 under the validation
-corruptions, six pairs for each method. Records are appended to OUT/streams.jsonl; what is there is not run again.
-OUT/streams.md is their table.
+It is the experiment `mgtta bench streams`: kinds, batches, scores and records are the same, but the seeds only change
+the order of the images, since corruptions are drawn once. Other networks: resnet50 and efficientnet_lite0 (weights of
+benchmarks/weights.py), cifar10 (benchmarks/cifar.py prepare).
+
+`choose` tries six pairs of learning rate and pull of each gradient method on three short streams of the validation
+images (continual, mixed, batches of one), and appends to OUT/choices.jsonl. mgtta+ is not tried: it has its default.
+
+`run` takes the best pair of each method, by the mean of the three streams, with gather=16 and recall=16. Records are
+appended to OUT/streams.jsonl; what is there is not run again. OUT/streams.md is their table. With --streams validation
+they are of the validation images, and the files are named so. --alike sets how much alike images must be to count fully
+in mgtta+'s means; inf: all of them do.
 """
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import imagenet
 import torch
 from pages import read_lines, table
 from processes import in_processes
+from stream_images import NETWORKS, make
 from torch import Tensor
 
 import mgtta
 from mgtta._lib.files import atomic
-from mgtta.data.corruptions import CORRUPTIONS, corrupt
 from mgtta.data.streams import GRADUAL
 from mgtta.evaluation.metrics import expected_calibration_error, reliability
+from mgtta.fast import engine
+from mgtta.methods import _neighbours
 from mgtta.methods.registry import recipe
 from mgtta.report.summary import spelled
 
 BATCH_SIZE = 64
 SINGLE_IMAGES = 400  # of each corruption, in batches of one
+TRIAL_SINGLES = 96  # the same, for choosing
 ROUNDS = 10
-ROUND_IMAGES = 1000  # of each corruption in a round
-GRADUAL_IMAGES = 100  # of each corruption and severity
-CORRUPTED_AT_ONCE = 50  # images
+ROUND_IMAGES = 1000  # of each corruption in a round, at most; half of those that there are
 SEEDS = 3
 KINDS = ("rounds", "one", "continual", "mixed", "labels", "reset", "gradual", "clean")  # the longest first
 SHOWN = ("reset", "continual", "rounds", "mixed", "labels", "one", "gradual", "clean")  # columns
-SETTINGS: dict[str, tuple[float, float]] = {  # learning rate and pull, the best of six on validation streams
-    "mgtta_plus": (5e-3, 0.05),
-    "plus_adam": (5e-3, 0.05),
-    "mgtta": (5e-3, 0.05),
-    "eq7_adam": (5e-3, 0.05),
-    "spa_eata": (1e-2, 0.05),
-    "roid": (7.5e-4, 0.05),
-    "eata": (2.5e-3, 0.0),
-    "plus_sgd": (1.5e-2, 0.0),
-    "eq7_sgd": (1.5e-2, 0.0),
-    "deyo": (1.5e-4, 0.0),
-    "rdumb": (7.5e-4, 0.0),
-    "actmad": (1.5e-2, 0.0),
-    "sar": (1.5e-3, 0.0),
-    "tent": (3e-4, 0.0),
-    "shot": (1e-3, 0.0),
-    "eta": (3e-4, 0.0),
-    "tent_come": (3e-3, 0.05),
-    "eata_come": (1e-3, 0.0),
-    "sar_come": (3e-3, 0.05),
-    "spa_eta": (3e-3, 0.05),
-    "spa": (1.5e-3, 0.05),
-    "cmf": (7.5e-5, 0.05),
-    "mgtta_lstm": (5e-3, 0.05),
-    "cotta": (2.5e-2, 0.0),
-}
-FORWARD_ONLY = ("noadapt", "neo", "foa_shift", "t3a", "lame", "foa")  # as their recipes are
-Job = tuple[str, str, int]  # method, kind, seed
+TRIALS = ("one", "continual", "mixed")
+RATES = (1 / 3, 1.0, 3.0)  # that are tried, relative to the recipe's own
+PULLS = (0.0, 0.05)
+OPTIONS = {"gather": 16, "recall": 16}
+GRADIENT = (
+    "mgtta_plus,plus_adam,plus_sgd,mgtta,mgtta_lstm,eq7_adam,eq7_sgd,actmad,tent,eta,eata,rdumb,tent_come,eata_come,"
+    "sar_come,sar,deyo,roid,cmf,shot,cotta,spa,spa_eta,spa_eata"
+)
+FORWARD_ONLY = "noadapt,bn,neo,foa_shift,t3a,lame,foa"  # as their recipes are
+Settings = dict[str, Any]
+Job = tuple[str, str, int, Settings]  # method, kind, seed, settings
+Records = list[dict[str, Any]]
 
 
 class Bench:
-    """DeiT-Tiny, the test images under all corruptions on the device, and what methods need."""
+    """A network, its images under all corruptions on the device, and what methods need."""
 
-    def __init__(self, path: Path, device: str, precision: str):
-        made = torch.load(path, mmap=True)
+    def __init__(self, path: Path, device: str, precision: str, alike: float, singles: int):
+        _neighbours.ALIKE = alike
+        engine.COMPILE_BATCHES = math.inf  # graphs are captured, but many processes would compile side by side
         torch.set_num_threads(1)
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
+        made = torch.load(path, mmap=True)
         self.precision = precision
+        self.singles = singles
         self.labels = made["labels"]
         self.images = made["images"].to(device)
         self.sets = made["sets"]
-        self.model = imagenet.deit_tiny(Path(made["checkpoint"]), device)
+        self.names = made["names"]  # of the corruptions
+        self.split = made["split"]
+        self.model = mgtta.load_model(made["model"], checkpoint=made["checkpoint"]).to(device)
         clean = made["clean"].to(device)
         self.needs = {
             "source": mgtta.source_statistics(self.model, clean),
             "fisher": mgtta.fisher_information(self.model, clean[:256]),
         }
-
-    def method(self, name: str) -> Any:
-        chosen = recipe(name)
-        settings: dict[str, Any] = {key: value for key, value in self.needs.items() if key in chosen.settings}
-        return mgtta.create(name, self.model, precision=self.precision, **settings, **wrapped(name))
 
     def visits(self, kind: str, seed: int) -> Iterator[tuple[str, list[Tensor]]]:
         """Yield the name of each domain and the rows of its batches; a row is a place in a set, and in all images."""
@@ -105,29 +98,30 @@ class Bench:
             return torch.stack([order, first + order], 1)
 
         if kind == "mixed":
-            rows = torch.cat([some(name) for name in CORRUPTIONS])
+            rows = torch.cat([some(name) for name in self.names])
             yield "mixed", list(rows[torch.randperm(len(rows), generator=random)].split(BATCH_SIZE))
         elif kind == "clean":
             yield "clean", list(some("clean").split(BATCH_SIZE))
         elif kind == "gradual":
-            for name in CORRUPTIONS:
+            for name in self.names:
                 for severity in GRADUAL:
                     yield f"{name}/{severity}", list(some(f"{name}/{severity}").split(BATCH_SIZE))
         elif kind == "one":
-            for name in CORRUPTIONS:
-                yield name, list(some(name, SINGLE_IMAGES).split(1))
+            for name in self.names:
+                yield name, list(some(name, self.singles).split(1))
         elif kind == "rounds":
             for _ in range(ROUNDS):
-                for name in CORRUPTIONS:
-                    yield name, list(some(name, ROUND_IMAGES).split(BATCH_SIZE))
+                for name in self.names:
+                    yield name, list(some(name, min(ROUND_IMAGES, len(self.labels) // 2)).split(BATCH_SIZE))
         else:
-            for name in CORRUPTIONS:
+            for name in self.names:
                 yield name, list(some(name).split(BATCH_SIZE))
 
-    def run(self, name: str, kind: str, seed: int) -> list[dict[str, Any]]:
+    def run(self, name: str, kind: str, seed: int, settings: Settings) -> Records:
         """Return the records of a method on a stream, one for each visit of a domain."""
         torch.manual_seed(seed)
-        method = self.method(name)
+        needs = {key: value for key, value in self.needs.items() if key in recipe(name).settings}
+        method = mgtta.create(name, self.model, precision=self.precision, **needs, **settings)
         records = []
         for domain, batches in self.visits(kind, seed):
             if kind == "reset":
@@ -135,15 +129,9 @@ class Bench:
             logits = [method(self.images[rows[:, 1].to(self.images.device)]) for rows in batches]
             y = self.labels[torch.cat(batches)[:, 0]]
             records.append({"domain": domain, **scores(torch.cat(logits).float().cpu(), y)})
-        own = {"experiment": "streams", "method": name, "kind": kind, "seed": seed, "settings": wrapped(name)}
-        return [{**own, **record, "without": [], "split": "test"} for record in records]
-
-
-def wrapped(name: str) -> dict[str, Any]:
-    if recipe(name).descent is None:
-        return {}
-    lr, pull = SETTINGS[name]
-    return {"lr": lr, "pull": pull, "gather": 16, "recall": 16}
+        own = {"experiment": "streams", "method": name, "kind": kind, "seed": seed, "settings": settings}
+        more = {"without": [], "split": self.split}
+        return [{**own, **record, **more, "part": part} for part, record in enumerate(records)]
 
 
 def scores(logits: Tensor, y: Tensor) -> dict[str, Any]:
@@ -157,31 +145,6 @@ def scores(logits: Tensor, y: Tensor) -> dict[str, Any]:
     }
 
 
-def make(args: argparse.Namespace) -> Path:
-    """Write the images for the processes to read."""
-    path = args.folder / "streams.pt"
-    args.folder.mkdir(parents=True, exist_ok=True)
-    held = imagenet.shard(args.data, 1, 2)
-    x = held.x.to(args.device)
-
-    def corrupted(name: str, severity: int, images: int) -> Tensor:
-        parts = zip(x[:images].split(CORRUPTED_AT_ONCE), torch.arange(images).split(CORRUPTED_AT_ONCE), strict=True)
-        return torch.cat([corrupt(part, name, severity, index=index).cpu() for part, index in parts])
-
-    sets = {"clean": held.x}
-    sets |= {name: corrupted(name, 5, len(x)) for name in CORRUPTIONS}
-    for name in CORRUPTIONS:
-        for severity in sorted(set(GRADUAL)):
-            sets[f"{name}/{severity}"] = corrupted(name, severity, GRADUAL_IMAGES)
-    clean = imagenet.shard(args.clean or args.data, 0).x
-    lengths = [len(images) for images in sets.values()]
-    places = {name: (sum(lengths[:k]), lengths[k]) for k, name in enumerate(sets)}  # where a set begins, and its length
-    images = torch.cat(list(sets.values()))
-    made = {"images": images, "sets": places, "labels": held.labels, "clean": clean, "checkpoint": str(args.checkpoint)}
-    torch.save(made, path)
-    return path
-
-
 _BENCH: Bench | None = None
 
 
@@ -190,72 +153,119 @@ def begin(*setup: Any) -> None:
     _BENCH = Bench(*setup)
 
 
-def work(job: Job) -> list[dict[str, Any]]:
+def work(job: Job) -> Records:
     assert _BENCH is not None
     return _BENCH.run(*job)
 
 
-def jobs(args: argparse.Namespace) -> list[Job]:
-    methods = args.methods.split(",")
-    few = set(args.rounds.split(","))
-    found = []
-    for seed in range(args.seeds):
-        for kind in KINDS:
-            for method in methods:
-                if kind == "rounds" and (method not in few or seed):
-                    continue
-                if kind == "one" and seed >= args.single_seeds:
-                    continue
-                found.append((method, kind, seed))
-    return found
+# --- choose
 
 
-def main() -> None:
-    parser = imagenet.arguments(__doc__.split("\n")[0])
-    parser.add_argument("--clean", type=Path, help="folder of shard 0, if it is another")
-    parser.add_argument("--folder", type=Path, default=Path("runs/streams"), help="for the corrupted images")
-    parser.add_argument("--methods", default=",".join([*SETTINGS, *FORWARD_ONLY]))
-    parser.add_argument("--rounds", default="mgtta_plus,plus_adam", help="methods that run ten rounds, with one seed")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--single-seeds", type=int, default=SEEDS, help="seeds of batches of one")
-    parser.add_argument("--precision", default="auto", help="as of create: auto is bf16 on a GPU")
-    parser.add_argument("--workers", type=int, default=10, help="processes; each holds all images, 7 GB")
-    parser.add_argument("--seconds", type=float, default=1e6, help="stop after so long")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    store = args.out / "streams.jsonl"
-    known = read_lines(store)
-    done = {(record["method"], record["kind"], record["seed"]) for record in known}
-    todo = [job for job in jobs(args) if job not in done]
-    setup = (make(args), args.device, args.precision)
-    for job, records in in_processes(todo, work, begin, setup, args.workers, args.seconds):
+def choose(args: argparse.Namespace) -> None:
+    """Try settings of each gradient method on short validation streams."""
+    args.streams = "trial"
+    store = args.out / "choices.jsonl"
+    known = {_trial(record) for record in read_lines(store)}
+    todo = [
+        (method, kind, 0, settings)
+        for method in args.methods.split(",")
+        for settings in tries(method, args.network)
+        for kind in TRIALS
+        if (method, kind, settings["lr"], settings["pull"]) not in known
+    ]
+    setup = (make(args), args.device, args.precision, _neighbours.ALIKE, TRIAL_SINGLES)
+    for (method, kind, _, settings), records in in_processes(todo, work, begin, setup, args.workers, args.seconds):
+        top1 = statistics.fmean(record["top1"] for record in records)
+        chosen = {"method": method, "kind": kind, "lr": settings["lr"], "pull": settings["pull"], "top1": top1}
+        with open(store, "a") as file:
+            file.write(json.dumps(chosen) + "\n")
+        print(method, kind, settings["lr"], settings["pull"], f"{top1:.2f}", flush=True)
+
+
+def tries(method: str, network: str) -> list[Settings]:
+    """Return the settings that are tried: six pairs of learning rate and pull; none for mgtta+."""
+    own = recipe(method)
+    if own.descent is None or method == "mgtta_plus":
+        return []
+    centre = own.settings["lr"]
+    if network != "deit_tiny":
+        centre = own.resnets.get("lr", centre)
+    return [{"lr": float(f"{centre * rate:.3g}"), "pull": pull, **OPTIONS} for rate, pull in product(RATES, PULLS)]
+
+
+def chosen(path: Path) -> dict[str, Settings]:
+    """Return the best settings of each method that was tried, by the mean over kinds of stream."""
+    found: dict[str, dict[tuple[float, float], list[float]]] = {}
+    for record in read_lines(path):
+        pair = (record["lr"], record["pull"])
+        found.setdefault(record["method"], {}).setdefault(pair, []).append(record["top1"])
+    best = {method: max(pairs, key=lambda pair: statistics.fmean(pairs[pair])) for method, pairs in found.items()}
+    return {method: {"lr": lr, "pull": pull, **OPTIONS} for method, (lr, pull) in best.items()}
+
+
+def _trial(record: dict[str, Any]) -> tuple[str, str, float, float]:
+    return record["method"], record["kind"], record["lr"], record["pull"]
+
+
+# --- run
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run all methods at their settings on all kinds of stream."""
+    name = "streams" if args.streams == "test" else args.streams
+    if args.alike != _neighbours.ALIKE:
+        name += f"_alike_{args.alike:g}"
+    store = args.out / f"{name}.jsonl"
+    done = {(record["method"], record["kind"], record["seed"]) for record in read_lines(store)}
+    todo = [job for job in jobs(args) if job[:3] not in done]
+    setup = (make(args), args.device, args.precision, args.alike, SINGLE_IMAGES)
+    for (method, kind, seed, _), records in in_processes(todo, work, begin, setup, args.workers, args.seconds):
         with open(store, "a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
-        top1 = sum(record["top1"] for record in records) / len(records)
-        print(*job, f"{top1:.2f}", flush=True)
-    with atomic(args.out / "streams.md") as temporary:
-        temporary.write_text(page(read_lines(store)))
+        print(method, kind, seed, f"{statistics.fmean(record['top1'] for record in records):.2f}", flush=True)
+    with atomic(args.out / f"{name}.md") as temporary:
+        temporary.write_text(page(read_lines(store), args.network, name))
 
 
-def page(records: list[dict[str, Any]]) -> str:
+def jobs(args: argparse.Namespace) -> list[Job]:
+    """Return all jobs, method by method; ten rounds, the longest stream, come first."""
+    settings = chosen(args.out / "choices.jsonl")
+    few = set(args.rounds.split(","))
+    found: list[Job] = []
+    for given in args.methods.split(","):
+        method, _, seeds = given.partition(":")
+        if recipe(method).descent is not None and method != "mgtta_plus" and method not in settings:
+            print(f"{method} has no settings yet: run `choose`", flush=True)
+            continue
+        for seed in range(int(seeds or args.seeds)):
+            own = [kind for kind in KINDS if kind != "rounds" or (method in few and not seed)]
+            found += [(method, kind, seed, settings.get(method, {})) for kind in own]
+    return sorted(found, key=lambda job: job[1] != "rounds")
+
+
+PROTOCOL = """{words}, {images}, batches of 64, one H200 in bfloat16 (precision="auto", the default). Top-1 in percent;
+in parentheses the expected calibration error. With the standard deviation where there are several seeds; empty where a
+stream was not run. rounds: the last one, and in brackets the first and the lowest. mgtta+ has its default settings.
+Every other gradient method has gather=16, recall=16, and the best of six pairs of learning rate and pull, by the mean
+of three short validation streams (continual, mixed, batches of one). The remaining methods are as their recipes are."""
+
+
+def page(records: Records, network: str = "deit_tiny", name: str = "streams") -> str:
     """Return the table of top-1 by method and kind, the best continual stream first."""
-    figures: dict[tuple[str, str], dict[int, list[dict[str, Any]]]] = {}  # method and kind -> seed -> records
+    figures: dict[tuple[str, str], dict[int, Records]] = {}  # method and kind -> seed -> records
     for record in records:
         figures.setdefault((record["method"], record["kind"]), {}).setdefault(record["seed"], []).append(record)
     kinds = [kind for kind in SHOWN if any(kind == known for _, known in figures)]
     methods = sorted({method for method, _ in figures}, key=lambda method: -_top1(figures, method, "continual"))
-    rows = [[spelled(method), *(_shown(figures.get((method, kind))) for kind in kinds)] for method in methods]
-    return (
-        "# One setting for every stream\n\n"
-        "`python benchmarks/streams.py --data SHARDS --checkpoint DEIT_TINY --workers 10 --out results`\n\n"
-        "DeiT-Tiny, 2,000 ImageNet validation images (shards 1 and 2) under each of the 15 corruptions at severity 5, "
-        "batches of 64, one H200 in bfloat16 (precision='auto', the default). Top-1 in percent, the expected "
-        "calibration error in parentheses; with the standard deviation where there are several seeds; empty where a "
-        "stream was not run. Every gradient method has gather=16, recall=16, and the best of six pairs of rate "
-        "and pull, by the mean of three short validation streams (continual, mixed, batches of one). mgtta+ had more "
-        "tries, on longer validation streams "
-        "(docs/research.md).\n\n" + table(["method", *kinds], rows, right=True) + "\n"
-    )
+    rows = [[spelled(method), *(_shown(figures.get((method, kind)), kind) for kind in kinds)] for method in methods]
+    about = NETWORKS[network]
+    images = f"{about.test} under each of the 15 corruptions at severity 5"
+    if not name.startswith("streams"):
+        images = f"{about.validation} under each of the four validation corruptions at severity 5"
+    command = f"python benchmarks/streams.py run --network {network} --data DATA --checkpoint WEIGHTS --out results"
+    words = PROTOCOL.format(words=about.words, images=images)
+    shown = table(["method", *kinds], rows, right=True)
+    return f"# One setting for every stream\n\n`{command}`\n\n{words}\n\n{shown}\n"
 
 
 def _top1(figures: dict[Any, Any], method: str, kind: str) -> float:
@@ -263,13 +273,49 @@ def _top1(figures: dict[Any, Any], method: str, kind: str) -> float:
     return statistics.fmean([r["top1"] for own in seeds.values() for r in own] or [0.0])
 
 
-def _shown(seeds: dict[int, list[dict[str, Any]]] | None) -> str:
+def _shown(seeds: dict[int, Records] | None, kind: str) -> str:
     if not seeds:
         return ""
-    means = [statistics.fmean(record["top1"] for record in own) for own in seeds.values()]
     ece = statistics.fmean(record["ece"] for own in seeds.values() for record in own)
+    if kind == "rounds":
+        first, *others = by_round(seeds[0])
+        return f"{others[-1]:.1f} [{first:.1f}, {min(first, *others):.1f}] ({ece:.1f})"
+    means = [statistics.fmean(record["top1"] for record in own) for own in seeds.values()]
     spread = f" ± {statistics.stdev(means):.1f}" if len(means) > 1 else ""
     return f"{statistics.fmean(means):.1f}{spread} ({ece:.1f})"
+
+
+def by_round(records: Records) -> list[float]:
+    """Return the mean top-1 of each round, from the records of its domains in turn."""
+    domains = len({record["domain"] for record in records})
+    top1 = [record["top1"] for record in records]
+    return [statistics.fmean(top1[k : k + domains]) for k in range(0, len(top1), domains)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(required=True)
+    for do, methods in ((choose, GRADIENT), (run, f"{GRADIENT},{FORWARD_ONLY}")):
+        verb = verbs.add_parser(do.__name__, help=do.__doc__)
+        verb.set_defaults(do=do)
+        verb.add_argument("--network", choices=list(NETWORKS), default="deit_tiny")
+        verb.add_argument("--data", type=Path, required=True, help="folder of the shards, or of CIFAR-10's .npz files")
+        verb.add_argument("--checkpoint", type=Path, required=True, help="the network's weights")
+        verb.add_argument("--out", type=Path, required=True, help="folder for records and table")
+        verb.add_argument("--folder", type=Path, default=Path("runs/streams"), help="for the corrupted images")
+        verb.add_argument("--methods", default=methods, help="NAME, or for `run` NAME:SEEDS, separated by commas")
+        verb.add_argument("--precision", default="auto", help="as of create: auto is bf16 on a GPU")
+        verb.add_argument("--workers", type=int, default=12, help="processes; each holds all images, 6 GB")
+        verb.add_argument("--seconds", type=float, default=1e6, help="stop after so long")
+        verb.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+        if do is run:
+            verb.add_argument("--streams", choices=["test", "validation"], default="test")
+            verb.add_argument("--alike", type=float, default=_neighbours.ALIKE)
+            verb.add_argument("--rounds", default="mgtta_plus,plus_adam", help="methods that run ten rounds, one seed")
+            verb.add_argument("--seeds", type=int, default=SEEDS)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.do(args)
 
 
 if __name__ == "__main__":

@@ -242,7 +242,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     add("--width", type=int, default=96)
     add("--depth", type=int, default=6)
     add("--heads", type=int, default=4)
-    add("--plain", action="store_true", help="patches in place of the convolutional stem: LayerNorm alone")
+    add("--plain", action="store_true", help="patches in place of the convolutional stem: only LayerNorm")
     add("--free", type=float, default=0.5, help="share of the stem's first filters that may see brightness")
     add("--seed", type=int, default=0, help="of weights, batches and augmentation")
     add("--processes", type=int, default=os.cpu_count(), help="that render")

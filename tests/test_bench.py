@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 from PIL import Image
+from typer.testing import CliRunner
 
 import mgtta
 from mgtta._lib.profile import PARTS
@@ -19,18 +20,20 @@ from mgtta.bench import sweep
 from mgtta.bench.cells import Cell, Options, Setup, Training, digest
 from mgtta.bench.executors.processes import Processes
 from mgtta.bench.experiments import EXPERIMENTS, QUICK, experiment_cells, variant
-from mgtta.bench.needs import rate_at
+from mgtta.bench.needs import methods_for, rate_at
 from mgtta.bench.resources import Lab, Listener
 from mgtta.bench.run import run_cells, run_experiment
 from mgtta.bench.store import Store
 from mgtta.bench.sweep import rates, sweep_cells, swept, tuned
+from mgtta.cli.app import app
 from mgtta.cli.progress import Bars
 from mgtta.data.cache import Held, Room
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
 from mgtta.data.datasets import open_dataset
 from mgtta.data.glyphs import CLASSES, STAND_INS, Glyphs
 from mgtta.evaluation.record import Record
-from mgtta.methods.registry import recipes
+from mgtta.fast.engine import fits
+from mgtta.methods.registry import recipe, recipes
 from mgtta.report.words import at_edge
 
 SMALL = Setup(images=6)
@@ -96,8 +99,8 @@ def test_records_say_their_precision_and_where_the_time_went(tmp_path):
     assert exact["profile"]["optimizer"] > 0
     assert "| optimizer |" in bench.time_table(records)
     assert bench.time_table([{}]) == ""
-    with pytest.raises(ValueError, match="precision='bf16' is not for sar"):
-        run_cells([Cell("corruptions", "sar", ("fog",))], asked, Store(tmp_path / "none"))
+    with pytest.raises(ValueError, match="precision='bf16' is not for spa"):
+        run_cells([Cell("corruptions", "spa", ("fog",))], asked, Store(tmp_path / "none"))
 
 
 def test_precision_tells_work_apart_where_it_makes_a_difference():
@@ -340,6 +343,49 @@ def test_methods_run_at_either_set_of_settings(tmp_path):
     assert [rates(name)[3] for name in ("deyo", "deyo@mgtta")] == [1e-3, 5e-4]
     with pytest.raises(ValueError, match="valid: authors, mgtta"):
         experiment_cells("corruptions", Options(["deyo@paper"]))
+
+
+def test_all_methods_are_those_that_the_network_can_run():
+    transformer = set(methods_for(mgtta.load_model("test_vit", pretrained=False)))
+    assert {"noadapt", "foa", "eata", "eata@mgtta", "deyo@mgtta", "cotta@mgtta"} <= transformer
+    assert not {"bn", "rotta", "tent@mgtta"} & transformer  # both sets of TENT are the same
+    convolutional = set(methods_for(mgtta.load_model("resnet18", pretrained=False)))
+    assert convolutional - transformer == {"bn", "rotta"}
+    assert transformer - convolutional == {"foa", "foa_interval"}
+    assert convolutional | transformer >= recipes().keys()
+
+
+def test_the_command_line_runs_all_methods_by_one_word(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench, "run_experiment", lambda name, options, *a, **k: asked.extend(options.methods) or [])
+    words = [
+        "bench",
+        "corruptions",
+        "--out",
+        str(tmp_path),
+        "--methods",
+        "all",
+        "--precision",
+        "auto",
+        "--device",
+        "cpu",
+    ]
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 0, found.output
+    assert asked == methods_for(mgtta.load_model("glyphs_vit"))
+
+
+def test_every_method_is_made_at_the_precision_auto(tmp_path, monkeypatch):
+    """On a GPU that has bfloat16, "auto" takes the fast path where the recipe says that there is one."""
+    monkeypatch.setattr("mgtta.fast.engine._has_bfloat16", lambda device: True)
+    monkeypatch.setattr("mgtta.fast.engine.is_known", lambda model: True)
+    lab = Lab(dataclasses.replace(SMALL, precision="auto"), tmp_path)
+    lab.fisher = mgtta.fisher_information(lab.model(), [Glyphs(2).tensors()])
+    for name in methods_for(lab.model()):
+        method = lab._method(Cell("corruptions", name, ("fog",)), lab.images())
+        while hasattr(method, "method"):
+            method = method.method
+        assert fits(method, "auto") == recipe(name).works_with["bf16"], name
 
 
 def test_keys_tell_settings_apart_that_a_method_had_in_version_0_1():

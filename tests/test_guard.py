@@ -16,7 +16,7 @@ from mgtta.adaptation.content import has_content
 from mgtta.adaptation.guarded import Guard, Guarded
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.step import Pass
-from mgtta.adaptation.watch import CREDIT, DOUBT, Watch, repeats, tolerated, what_is_lost
+from mgtta.adaptation.watch import CREDIT, DOUBT, MOST_TOLERANT, Watch, repeats, what_is_lost
 from mgtta.data.corruptions import CORRUPTIONS, corrupt
 from mgtta.data.glyphs import Glyphs
 from mgtta.methods.registry import recipes
@@ -192,7 +192,7 @@ def test_the_first_batch_of_a_start_is_not_asked_about(sure_model):
     held(images(16))
     assert asked == []
     held(images(16, seed=1))
-    assert asked == [16]
+    assert asked == [16 + 8]  # half of them moved
 
 
 def test_small_batches_are_all_asked_about_at_first_and_rarely_later(sure_model, monkeypatch):
@@ -203,8 +203,8 @@ def test_small_batches_are_all_asked_about_at_first_and_rarely_later(sure_model,
     for x in stream(60, batch=16):
         held(x)
         counts.append(sum(asked))
-    assert counts[6] == 6 * 16  # all but the first
-    assert counts[59] - counts[29] <= 4 * 16  # in 480 images
+    assert counts[6] == 6 * (16 + 8)  # all but the first
+    assert counts[59] - counts[29] <= 4 * (16 + 8)  # in 480 images
 
 
 def test_of_large_batches_a_few_images_are_asked_about_now_and_then(sure_model):
@@ -215,7 +215,7 @@ def test_of_large_batches_a_few_images_are_asked_about_now_and_then(sure_model):
         held(x)
         if len(asked) > len(at):
             at.append(k)
-    assert asked == [guarding.SMALL_BATCH] * len(at)
+    assert asked == [32 + 16] * len(at)
     assert at == [1, 3, 7, 11, 15]  # the pauses double up to 256 images
 
 
@@ -225,7 +225,7 @@ def test_doubt_raises_questions(sure_model):
     held.watch.lost = [0.0] * 64
     held.watch.of_source = held.watch.of_method = list(range(64))
     assert not held._due(64)
-    held.watch.lost = [DOUBT * tolerated(0.04, 64) + 0.01] * 64
+    held.watch.lost = [DOUBT * held.watch.tolerated(0.04, 64) + 0.01] * 64
     assert held._due(64)
 
 
@@ -248,7 +248,7 @@ def test_a_few_images_that_look_bad_raise_a_question_about_all(sure_model):
     asked = watched(held)
     x = images(64, seed=1)
     assert torch.equal(held(x), sure_model(x))
-    assert asked[:2] == [32, 32]
+    assert asked[:2] == [32 + 16, 32]
 
 
 def test_a_good_state_is_kept_and_restored(sure_model):
@@ -338,8 +338,30 @@ def test_repeats_say_nothing_where_nothing_is_lost():
 
 
 def test_few_images_are_given_more_slack():
-    assert tolerated(0.05, 128) == pytest.approx(0.1)
-    assert tolerated(0.05, 256) < tolerated(0.05, 32)
+    assert Watch().tolerated(0.05, 128) == pytest.approx(0.1)
+    assert Watch().tolerated(0.05, 256) < Watch().tolerated(0.05, 32)
+
+
+def test_less_is_tolerated_where_the_source_is_steady():
+    classes = torch.arange(100)
+    steady = Watch()
+    steady.compare(classes, classes)
+    assert steady.steadiness > 0.9
+    assert steady.tolerated(0.04, 128) < 0.1 * Watch().tolerated(0.04, 128)
+    shaky = Watch()
+    shaky.compare(classes, classes + 1)
+    assert shaky.tolerated(0.04, 128) == pytest.approx(MOST_TOLERANT * Watch().tolerated(0.04, 128))
+
+
+def test_the_source_is_asked_about_moved_images_too(sure_model):
+    held = mgtta.create("tent", sure_model, guard=True)
+    x = images(16)
+    assert torch.equal(held._asked_twice(held.source, x), sure_model(torch.cat([x, x[:8].roll((1, 1), (2, 3))]))[:16])
+    moved = sure_model(x[:8].roll((1, 1), (2, 3))).argmax(1)
+    assert held.watch.steady == (sure_model(x[:8]).argmax(1) == moved).int().tolist()
+    batchnorm = mgtta.create("tent", mgtta.load_model(convnet("batch")), guard=True)
+    torch.testing.assert_close(batchnorm._asked_twice(batchnorm.unlearned, x), batchnorm.unlearned(x))
+    assert len(batchnorm.watch.steady) == 8
 
 
 def test_the_window_keeps_the_last_images():

@@ -11,8 +11,9 @@ from test_methods import OPEN, make
 
 import mgtta
 from mgtta._lib.names import spelled
+from mgtta._lib.shipped import shipped
 from mgtta.cli import health
-from mgtta.cli.listing import CATALOGUE, WIDEST, listed
+from mgtta.cli.listing import CATALOGUE, SHIPPED, WIDEST, listed
 from mgtta.methods.registry import recipes
 
 MANY = ("augmentations", "frequency")  # settings that tests make small, and on which the cost depends
@@ -55,7 +56,8 @@ def test_list_of_one_kind_says_more(run):  # noqa: F811
     for word in ("lr=0.00025", "deyo@mgtta:", "passes 34 + 1", "Fisher information"):
         assert word in out
     assert "hidden size 8" in run("list", "generators")[1]
-    assert "glyphs_vit" in run("list", "models")[1]
+    assert "glyphs_vit: comes with the package, for rendered characters" in run("list", "models")[1]
+    assert set(SHIPPED) == set(shipped("models"))
     assert "imagenet-c" in run("list", "data")[1]
     code, _, err = run("list", "method")
     assert code == 2

@@ -398,7 +398,7 @@ def test_float_images_outside_0_1_are_warned_about_once(x):
         deit().features(x)
 
 
-def test_images_as_they_should_be_bring_no_warning():
+def test_images_as_they_should_be_bring_no_warning(recwarn):
     model = deit()
     model(images(4))
     model((images(4) * 255).to(torch.uint8))
@@ -406,6 +406,7 @@ def test_images_as_they_should_be_bring_no_warning():
     mgtta.load_model(vit())((images(4) - 0.45) / 0.22)  # no mean and std are known
     for value in (float("inf"), float("nan")):
         deit()(torch.full((2, 3, 32, 32), value))  # not finite: another matter
+    assert not recwarn.list
 
 
 def test_only_the_first_batches_are_looked_at():

@@ -21,6 +21,7 @@ from mgtta.running.sinks import JsonLines, Prometheus, TensorBoard
 def a_calibration(of, **changed):
     about = {
         "coefficients": torch.tensor([[0.5, 0.1, 0.2, 0.3], [0.0, 1.0, 0.0, -1.0]], dtype=torch.float64),
+        "scale": 1.0,
         "error": 2.0,
         "method": of.name,
         "images": 16,
@@ -44,20 +45,34 @@ def moved(method, amount=0.5):
 
 def test_evidence_is_its_transcription():
     torch.manual_seed(0)
-    given, asked = torch.randn(5, CLASSES), torch.randn(5, CLASSES)
-    rows = evidence(given, asked)
+    given, asked = torch.randn(5, CLASSES), 3 * torch.randn(5, CLASSES)
+    rows = evidence(given, asked, 2.0)
     for i in range(5):
-        p, q = given[i].double().softmax(0), asked[i].double().softmax(0)
-        y, other = int(p.argmax()), int(q.argmax())
+        p, q = ((2.0 * row / row.std()).softmax(0) for row in (given[i].double(), asked[i].double()))
+        y = int(p.argmax())
+        least = min(p[y], q[y])
         unsure = -sum(float(v) * math.log(v) for v in p) / math.log(CLASSES)
-        expected = [math.log(p[y] / (1 - p[y])), unsure, q[other] - q[y]]
+        expected = [math.log(least / (1 - least)), unsure, float(q.argmax() == y)]
         assert torch.allclose(rows[i], torch.tensor(expected, dtype=torch.float64))
+
+
+def test_evidence_does_not_change_when_a_shift_makes_all_logits_smaller():
+    torch.manual_seed(0)
+    given, asked = torch.randn(5, CLASSES), torch.randn(5, CLASSES)
+    torch.testing.assert_close(evidence(0.5 * given + 1, 0.1 * asked, 2.0), evidence(given, asked, 2.0))
+
+
+def test_evidence_of_two_classes_keeps_their_logits():
+    given = torch.tensor([[0.0, 1.0], [0.0, 3.0]])
+    rows = evidence(given, given, 2.0)
+    assert torch.allclose(rows[:, 0], torch.tensor([1.0, 3.0], dtype=torch.float64))
 
 
 def test_evidence_of_certain_predictions_is_finite():
     sure = torch.full((1, CLASSES), -1e4)
     sure[0, 2] = 1e4
-    assert evidence(sure, sure).isfinite().all()
+    assert evidence(sure, sure, 5.0).isfinite().all()
+    assert evidence(torch.zeros(1, CLASSES), sure, 5.0).isfinite().all()
 
 
 def test_the_regression_finds_the_coefficients_that_made_the_labels(monkeypatch):
@@ -87,8 +102,10 @@ def test_calibrations_are_saved_and_damaged_ones_are_refused(model, tmp_path):
     assert (loaded.error, loaded.method, loaded.labelled) == (2.0, "tent", True)
     wrong = a_calibration(make("tent", model), coefficients=torch.zeros(2, 9))
     mgtta.save_calibration(wrong, tmp_path / "wrong")
-    with pytest.raises(ValueError, match="damaged calibration"):
-        mgtta.load_calibration(tmp_path / "wrong")
+    mgtta.save_calibration(a_calibration(make("tent", model), scale=0.0), tmp_path / "flat")
+    for name in ("wrong", "flat"):
+        with pytest.raises(ValueError, match="damaged calibration"):
+            mgtta.load_calibration(tmp_path / name)
     mgtta.save_source(mgtta.source_statistics(model, images(4)), tmp_path / "source")
     with pytest.raises(ValueError, match=r"make one with mgtta\.calibrate"):
         mgtta.load_calibration(tmp_path / "source")

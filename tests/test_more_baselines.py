@@ -637,3 +637,11 @@ def test_spa_eata_does_not_forget():
         pairs = zip(method.adapted.items(), method.origin, strict=True)
         ways.append(sum((fisher.values[k] * (p - p_0) ** 2).sum().item() for (k, p), p_0 in pairs))
     assert 0 < ways[1] < ways[0]
+
+
+def test_actmad_names_a_network_whose_features_nothing_changes():
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)]
+    model = mgtta.load_model(nn.Sequential(*layers).eval())
+    method = mgtta.create("actmad", model, source=mgtta.source_statistics(model, images(8)))
+    with pytest.raises(ValueError, match="one normalisation layer: take another method"):
+        method(images(8))

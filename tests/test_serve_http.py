@@ -1,5 +1,6 @@
 """The service over HTTP: endpoints, limits, tokens, and a server that is killed."""
 
+import asyncio
 import configparser
 import io
 import json
@@ -21,6 +22,7 @@ import torch
 import typer
 import yaml
 from conftest import confident_vit
+from fastapi import HTTPException, Request
 from fastapi.testclient import TestClient
 from PIL import Image
 from test_serve import SIDE, WAIT_SECONDS, pictures, tent, until
@@ -33,7 +35,7 @@ from mgtta.data.images import ImageError
 from mgtta.serve import run
 from mgtta.serve.app import create_app
 from mgtta.serve.client import Client, ServiceError
-from mgtta.serve.intake import HttpLimits
+from mgtta.serve.intake import HttpLimits, Intake
 from mgtta.serve.pictures import batch_of
 from mgtta.serve.streams import Limits, Streams
 from mgtta.serve.template import template
@@ -181,6 +183,23 @@ def test_bytes_in_memory_are_counted_back(tmp_path):
         assert served.predict(b"x" * 6000).status_code == 429
         for _ in range(3):
             assert served.predict(b"x" * 4000).status_code == 400
+
+
+def test_a_body_that_does_not_come_is_408_and_frees_its_bytes():
+    intake = Intake(HttpLimits(read_seconds=0.05))
+    parts = iter([{"type": "http.request", "body": b"x" * 100, "more_body": True}])
+
+    async def receive():
+        return next(parts, None) or await asyncio.sleep(WAIT_SECONDS)
+
+    async def read():
+        async with intake.files(Request({"type": "http", "method": "POST", "headers": []}, receive), 1):
+            pytest.fail("the body is not complete")
+
+    with pytest.raises(HTTPException, match=r"did not arrive within 0\.05 seconds") as caught:
+        asyncio.run(read())
+    assert caught.value.status_code == 408
+    assert intake.bytes == 0
 
 
 def test_pictures_of_a_multipart_body_stay_in_memory(tmp_path, monkeypatch):
@@ -486,6 +505,7 @@ def test_the_files_of_the_page_are_valid():
     mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
     assert mounted == {"states", "token"}
     [dockerfile] = re.findall(r"^```dockerfile\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert dockerfile == (Path(__file__).parent.parent / "Dockerfile").read_text()
     words = json.loads(re.search(r"^ENTRYPOINT (.*)$", dockerfile, re.MULTILINE)[1])
     known = {option for parameter in command().params for option in parameter.opts}
     assert {word for word in words if word.startswith("--")} <= known

@@ -156,7 +156,7 @@ def calibration(method):
     """Return one that trusts confidence as it is."""
     coefficients = torch.tensor([[0.0, 1, 0, 0], [0.0, 1, 0, 0]], dtype=torch.float64)
     fingerprint = innermost(method).fingerprint
-    return mgtta.Calibration(coefficients, 3.0, "tent", 128, True, method.model.name, fingerprint)
+    return mgtta.Calibration(coefficients, 1.0, 3.0, "tent", 128, True, method.model.name, fingerprint)
 
 
 def test_accuracy_is_estimated_with_a_calibration(tmp_path):
@@ -165,7 +165,9 @@ def test_accuracy_is_estimated_with_a_calibration(tmp_path):
         ask(streams, "a", pictures(4))
         until(lambda: streams.overview()[0]["accuracy"] is not None)
         [report] = streams.overview()
-        assert report["accuracy"] == pytest.approx(report["source_confidence"], abs=1e-3), "its first image"
+        logits = streams.source(pictures(4)[:1]).detach()  # only the first image is sampled, before any update
+        expected = calibration(method).estimates(logits, logits)[0]
+        assert report["accuracy"] == pytest.approx(float(expected[0]), abs=1e-3)
         assert report["accuracy"] == pytest.approx(report["source_accuracy"], abs=1e-6)
         assert collect(LiveView(streams, None), None, 1)[0][1]["error_points"] == 3
 

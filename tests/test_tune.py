@@ -8,6 +8,7 @@ from conftest import images
 from test_cli import options, run, write_glyphs  # noqa: F401
 
 import mgtta
+from mgtta.cli.inputs import labelled_images
 from mgtta.data.corruptions import corrupt
 from mgtta.data.glyphs import CLASSES, Glyphs
 from mgtta.methods.registry import recipe
@@ -54,6 +55,8 @@ def test_a_methods_own_rate_is_taken_unless_another_is_clearly_better():
     found = ranked([(fast, other), still, (own, right)])
     assert found == [own, fast, still[0]]
     assert f"{fast} is not clearly better" in str(Tuning(found, GAIN))
+    default = Candidate("mgtta_plus", {"lr": recipe("mgtta+").settings["lr"]}, 59.0, gains)
+    assert ranked([(fast, other), still, (own, right), (default, other)])[0] is default
     clear = {"fog": torch.tensor([1.0] * 75 + [0.0] * 25)}
     assert ranked([(dataclasses.replace(fast, accuracy=75.0), clear), still, (own, right)])[1] is own
 
@@ -128,3 +131,22 @@ def test_a_choice_from_few_images_is_a_guess():
     assert Tuning(candidates, GAIN, 256, 256).sure
     assert "20 images are too few" in str(Tuning(candidates, GAIN, 20, 256))
     assert "32 images are too few" in str(Tuning(candidates, GAIN, 256, 32))
+
+
+class Renamed(Glyphs):
+    """Characters whose folders are in another order than the model's classes."""
+
+    def __getitem__(self, i):
+        image, label = super().__getitem__(i)
+        return image, (label + 1) % len(CLASSES)
+
+
+def test_labels_of_folders_in_another_order_are_not_used(capsys):
+    model = mgtta.load_model("glyphs_vit")
+    x, labels = labelled_images(Glyphs(32, seed=3), model)
+    assert sorted(labels.tolist()) == sorted(Glyphs(32, seed=3).labels)
+    assert capsys.readouterr().err == ""
+    same, none = labelled_images(Renamed(32, seed=3), model)
+    assert torch.equal(same, x)
+    assert none is None
+    assert "--classes FILE" in capsys.readouterr().err

@@ -24,7 +24,7 @@ from tasks import Objective, Training, key, short
 
 
 def page(results: Results) -> str:
-    """The log's tables: each piece of the objective alone and together, every generator, and the test."""
+    """The log's tables: each piece of the objective by itself and together, every generator, and the test."""
     reference = results[key(best(adam_trials(decays=DECAYS), results))]["mean"]
     rows = [["objective, with Adam", "validation, %", "against Eq. 7"], ["Eq. 7", f"{reference:.2f}", ""]]
     tried = [*(Objective(**change) for change in CHANGES), *dict.fromkeys(t.objective for t in combined(results))]

@@ -3,6 +3,7 @@
 A file is written whole or not at all.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -39,6 +40,16 @@ def atomic(path: str | os.PathLike) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: str | os.PathLike) -> Iterator[None]:
+    """Hold a lock file; other processes that ask for the same one wait until the block ends."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def writable(*paths: str | os.PathLike | None) -> None:

@@ -1,11 +1,14 @@
 """An estimate of accuracy without labels, for a model that adapts and for its source model, on the same images.
 
-A prediction is right with a probability that grows with its confidence, and falls if the other model is sure of another
-class. How far confidence can be trusted differs from model to model, and clean images alone show it as too good. So a
-logistic regression learns it once, from corrupted copies of clean images (see mgtta.calibrate). The estimate is the
-mean of these probabilities over a window of the stream.
+A prediction is right with a probability that grows with its confidence, and falls if the other model doubts it. How far
+confidence can be trusted differs from model to model, and clean images show it as too good. So a logistic
+regression learns it once, from corrupted copies of clean images (see mgtta.calibrate). The estimate is the mean of
+these probabilities over a window of the stream.
 
-Notation    p, q  probabilities of an image by a model and by the other one; y = argmax p; y' = argmax q
+Some shifts, such as fog, make all logits of an image smaller and hardly change their order. Then confidence falls, and
+accuracy does not. So the logits of each image are standardised first.
+
+Notation    p, q  probabilities of an image by a model and by the other one, from standardised logits; y = argmax p
 Shapes: n images, C classes.
 """
 
@@ -22,30 +25,48 @@ from mgtta._lib.names import spelled
 from mgtta.losses import entropy
 
 KIND = "mgtta calibration"
-VERSION = 1
+VERSION = 2
 COLUMNS = 3  # of the evidence
 NEAREST = 1e-4  # distance of a probability from 0 and 1, at least, so that its log-odds are finite
-RIDGE = 0.01  # weight of the squared coefficients, for each image
+LEAST_SPREAD = 1e-6
+FEW_CLASSES = 10  # below which standardised logits tell little; those of two classes tell nothing
+RIDGE = 0.001  # weight of the squared coefficients, for each image
 NEWTON_STEPS = 30
 
 
-def evidence(own: Tensor, other: Tensor) -> Tensor:
+def spread(logits: Tensor) -> Tensor:
+    """Return the standard deviation of each image's logits: (n, 1)."""
+    return logits.double().std(1, keepdim=True).clamp(min=LEAST_SPREAD)
+
+
+def standardised(logits: Tensor, scale: float) -> Tensor:
+    """Return the logits (n, C) with the standard deviation `scale` for each image; those of few classes as they are."""
+    if logits.shape[1] < FEW_CLASSES:
+        return logits.double()
+    return scale * logits.double() / spread(logits)
+
+
+def evidence(own: Tensor, other: Tensor, scale: float) -> Tensor:
     """Return what tells right predictions of a model from wrong ones: (n, 3).
 
-    These are the log-odds of p_y, the entropy of p in units of ln C, and q_y' - q_y, which is 0 if the two agree.
+    These are the log-odds of y by the model that is less sure of it; the entropy of p in units of ln C; and whether
+    y is also the other model's prediction, 1 or 0.
 
     Args:
         own: the model's logits (n, C).
         other: the other model's logits (n, C).
+        scale: the standard deviation that the logits of each image get.
     """
-    p = own.double().softmax(1)
-    q = other.double().softmax(1)
-    surest, y = p.max(1)
-    surest = surest.clamp(NEAREST, 1 - NEAREST)
-    log_odds = (surest / (1 - surest)).log()
-    unsure = entropy(own.double()) / math.log(own.shape[1])
-    opposed = q.amax(1) - q.gather(1, y[:, None])[:, 0]
-    return torch.stack([log_odds, unsure, opposed], 1)
+    mine = standardised(own, scale)
+    p = mine.softmax(1)
+    q = standardised(other, scale).softmax(1)
+    sure, y = p.max(1)
+    also_sure = q.gather(1, y[:, None])[:, 0]
+    least = torch.minimum(sure, also_sure).clamp(NEAREST, 1 - NEAREST)
+    log_odds = (least / (1 - least)).log()
+    unsure = entropy(mine) / math.log(own.shape[1])
+    agree = (q.argmax(1) == y).double()
+    return torch.stack([log_odds, unsure, agree], 1)
 
 
 def fitted(rows: Tensor, right: Tensor) -> Tensor:
@@ -81,6 +102,7 @@ class Calibration:
 
     Attributes:
         coefficients: (2, 4), for the method's and for the source model's predictions.
+        scale: standard deviation of an image's logits by the source model, the mean over the clean images.
         error: mean absolute error of the estimate in points, on each corruption when the others were learned from.
         method: name of the recipe.
         images: number of clean images.
@@ -89,6 +111,7 @@ class Calibration:
     """
 
     coefficients: Tensor
+    scale: float
     error: float
     method: str
     images: int
@@ -103,7 +126,7 @@ class Calibration:
             given: the method's logits (n, C).
             asked: the source model's logits (n, C).
         """
-        both = (evidence(given, asked).cpu(), evidence(asked, given).cpu())
+        both = (evidence(given, asked, self.scale).cpu(), evidence(asked, given, self.scale).cpu())
         return torch.stack([probability(own, rows) for own, rows in zip(self.coefficients, both, strict=True)], 1)
 
     def check(self, method: str, model: str, fingerprint: str) -> None:
@@ -131,6 +154,8 @@ def load_calibration(path: str | os.PathLike) -> Calibration:
         found = Calibration(coefficients=tensors["coefficients"], **json.loads(metadata["about"]))
         if found.coefficients.shape != (2, COLUMNS + 1) or not found.coefficients.isfinite().all():
             raise ValueError("its coefficients are invalid")
+        if not found.scale > 0:
+            raise ValueError("its scale is invalid")
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: a damaged calibration ({error}); make it again") from error
     return found

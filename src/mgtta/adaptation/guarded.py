@@ -33,6 +33,7 @@ from mgtta.models.classifier import Classifier
 from mgtta.models.norms import batch_norms
 
 SMALL_BATCH = 32  # images; a batch of no more is asked about as a whole, of a larger one so many images
+MOVED = 32  # part of its side by which an image is moved
 FEW_IMAGES = 16  # of a batch whose own statistics may serve BatchNorm
 EARLY_IMAGES = 512  # in which every small batch is asked about; after k times as many, one in k
 TRUST_IMAGES = 96  # in the shadow, after which a method may be trusted
@@ -116,9 +117,12 @@ class Guarded(Wrapper):
         self.shown = has_content(x)
         if bool(self.shown.all()):
             return self._step(x, learn)
-        logits = self._ask(self.source, x)
-        if bool(self.shown.any()):
-            logits[self.shown.to(logits.device)] = self._step(x[self.shown], learn).logits
+        of_source = self._ask(self.source, x[~self.shown])
+        logits = of_source.new_empty(len(x), of_source.shape[1])
+        shown = self.shown.to(logits.device)
+        logits[~shown] = of_source
+        if bool(shown.any()):
+            logits[shown] = self._step(x[self.shown], learn).logits
         return Pass(logits)
 
     @property
@@ -192,12 +196,28 @@ class Guarded(Wrapper):
         many = len(x)
         if not (everything or watch.shadow or reference is self.unlearned):
             many = min(SMALL_BATCH, many)
-        asked = self._ask(reference, x[:many])
+        asked = self._asked_twice(reference, x[:many])
         watch.take(*what_is_lost(asked, logits[:many]), self.guard.window)
         if many < len(x) and watch.doubtful(self.guard.tolerance, many):
             rest = self._ask(reference, x[many:])
             watch.take(*what_is_lost(rest, logits[many:]), self.guard.window)
             asked = torch.cat([asked, rest])
+        return asked
+
+    def _asked_twice(self, reference: Classifier, x: Tensor) -> Tensor:
+        """Return the logits of x; ask the source also about half of the images moved by a few pixels."""
+        half = x[: -(-len(x) // 2)]
+        if x.ndim != 4:
+            return self._ask(reference, x)
+        pixels = max(round(x.shape[-1] / MOVED), 1)
+        moved = half.roll((pixels, pixels), (-2, -1))
+        if reference is self.source:
+            asked, again = self._ask(self.source, torch.cat([x, moved])).split([len(x), len(half)])
+            still = asked[: len(half)]
+        else:  # its statistics are those of the batch, so nothing may be added to it
+            asked = self._ask(reference, x)
+            still, again = self._ask(self.source, torch.cat([half, moved])).chunk(2)
+        self.watch.compare(still.argmax(-1), again.argmax(-1))
         return asked
 
     def _whole(self, x: Tensor, asked: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class Method(MethodState, Budgeted):
         ranks: the processes that share every batch; see `join`.
         start: the first snapshot, to which `reset` goes back; None before the first call.
         events: what a guard did; see mgtta.Guard.
-        pull: after each update the parameters go this share of the way back to the source.
+        pull: after each update the parameters move this share of the distance to the source.
         decay: the learning rate of an update after k others is lr / sqrt(1 + k / decay).
         waiting: images that were predicted and that the next update will learn from; see Gathered.
     """

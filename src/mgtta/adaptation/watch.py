@@ -7,6 +7,10 @@ Notation    q  the source's probabilities of an image, y = argmax q its predicti
 The source cannot know what adaptation has learned, so `lost` rises when adaptation helps, too. But a model that gets
 better under a shift spreads its predictions over more classes, and one that collapses does the opposite. Where hardly
 anything is lost, repeats say nothing: they can at most double what is lost.
+
+How much harm is tolerated depends on how much there is to gain. Probabilities do not tell it: some models are too sure,
+others not sure enough. So the source also sees some images moved by a few pixels. The share of them that keep their
+class is its steadiness, which is near its accuracy. The steadier the source, the less is tolerated.
 """
 
 import copy
@@ -25,6 +29,10 @@ FEW_PAIRS = 4  # that may be of one class by accident: their chance is added ins
 SLACK_IMAGES = 128  # of which twice the tolerance is tolerated: few images do not show that predictions spread
 FEWEST_IMAGES = 32  # of which the harm is estimated; then twice as many, and so on, up to the window
 RECENT_IMAGES = 64  # of an estimate of the harm at present
+STEADY_IMAGES = 128  # over which the steadiness of the source is estimated
+USUAL_STEADINESS = 0.6  # at which the tolerance is what the setting says
+PRIOR_IMAGES = 16  # for which the usual steadiness counts
+MOST_TOLERANT = 1.5  # factor on the tolerance, at most
 DOUBT = 0.3  # share of the harm that is tolerated, above which there is doubt
 
 
@@ -39,6 +47,7 @@ class Watch:
     of_source: list[int] = field(default_factory=list)  # the source's predictions of the same images
     of_method: list[int] = field(default_factory=list)  # the method's
     latest: list[int] = field(default_factory=list)  # the method's last predictions, asked about or not
+    steady: list[int] = field(default_factory=list)  # 1 if the source gives a moved image the same class, else 0
     shadow: bool = False  # True while the source answers, and the method learns beside it
     pace: float = 1.0  # factor on the learning rate
     failures: int = 0  # alarms of a trusted method since the last calm
@@ -59,6 +68,10 @@ class Watch:
         self.of_source = [*self.of_source, *of_source.tolist()][-window:]
         self.of_method = [*self.of_method, *of_method.tolist()][-window:]
         self.asked_at = self.images
+
+    def compare(self, still: Tensor, moved: Tensor) -> None:
+        """Take in the source's predictions of images (n,), and of the same ones moved by a few pixels."""
+        self.steady = [*self.steady, *(still == moved).int().tolist()][-STEADY_IMAGES:]
 
     def follow(self, of_method: Tensor) -> None:
         """Take in the method's predictions (n,)."""
@@ -86,7 +99,7 @@ class Watch:
         """Return whether the harm is above what is tolerated over any of several stretches."""
         n = FEWEST_IMAGES
         while n <= len(self.lost):
-            if self.harm(n) > tolerated(tolerance, n):
+            if self.harm(n) > self.tolerated(tolerance, n):
                 return True
             n *= 2
         return False
@@ -94,7 +107,17 @@ class Watch:
     def doubtful(self, tolerance: float, n: int) -> bool:
         """Return whether the harm over the last n images, or over all of the window, is worth a closer look."""
         stretches = {min(n, len(self.lost)), len(self.lost)} - {0}
-        return any(self.harm(n) > DOUBT * tolerated(tolerance, n) for n in stretches)
+        return any(self.harm(n) > DOUBT * self.tolerated(tolerance, n) for n in stretches)
+
+    @property
+    def steadiness(self) -> float:
+        """The share of moved images that keep their class, by the source."""
+        return (sum(self.steady) + PRIOR_IMAGES * USUAL_STEADINESS) / (len(self.steady) + PRIOR_IMAGES)
+
+    def tolerated(self, tolerance: float, n: int) -> float:
+        """Return the harm that is tolerated where it is estimated from n images."""
+        to_gain = (1 - self.steadiness) / (1 - USUAL_STEADINESS)
+        return tolerance * min(to_gain**2, MOST_TOLERANT) * (1 + SLACK_IMAGES / n)
 
     def repeating(self) -> bool:
         """Return whether the method's last predictions repeat themselves more than the source's did."""
@@ -103,18 +126,14 @@ class Watch:
         return repeats(self.latest) > 2 * max(repeats(self.of_source), 1 / RECENT_IMAGES)
 
     def signals(self) -> dict[str, float]:
-        """Return what an event tells: the harm and its two parts."""
+        """Return what an event tells: the harm, its two parts, and what decides how much of it is tolerated."""
         return {
             "harm": self.harm(),
             "lost": sum(self.lost) / max(len(self.lost), 1),
             "repeats": repeats(self.of_method),
             "repeats of the source": repeats(self.of_source),
+            "steadiness of the source": self.steadiness,
         }
-
-
-def tolerated(tolerance: float, n: int) -> float:
-    """Return the harm that is tolerated where it is estimated from n images."""
-    return tolerance * (1 + SLACK_IMAGES / n)
 
 
 def repeats(classes: list[int]) -> float:
@@ -157,6 +176,7 @@ def saved_watch(found: Any) -> Watch:
         "of_source": lambda value: numbers(value, int),
         "of_method": lambda value: numbers(value, int),
         "latest": lambda value: numbers(value, int),
+        "steady": lambda value: numbers(value, int),
         "snapshot": lambda value: value is None or isinstance(value, dict),
         "events": lambda value: numbers(value, dict),
     }

@@ -38,6 +38,7 @@ class Setup:
     restrict: bool = False  # score only the classes that have a folder
     frost_textures: str | None = None  # folder of images for frost; None: generated
     constants: str = "imagenet"  # of the corruptions
+    cache: str | None = None  # folder that keeps corrupted images
 
     @property
     def head(self) -> dict[str, Any]:
@@ -123,7 +124,7 @@ class Cell:
         cell = dataclasses.replace(self, experiment="", chosen_from=(), method=name, kind=None, without=())
         if self.method in STILL:
             cell = dataclasses.replace(cell, max_updates=None, max_seconds=None, settings=())
-        counted = dataclasses.replace(setup, profile=False)
+        counted = dataclasses.replace(setup, profile=False, cache=None)
         if setup.precision == "auto" and not setup.device.startswith("cuda"):
             counted = dataclasses.replace(counted, precision=Setup.precision)
         if not cell.timed:

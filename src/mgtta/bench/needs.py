@@ -2,7 +2,21 @@
 
 from typing import Any
 
-from mgtta.methods.registry import AUTHORS, FISHER, GENERATOR, MGTTA, SOURCE, recipe
+from mgtta.methods._checks import check_tokens
+from mgtta.methods.registry import (
+    AUTHORS,
+    BATCH_NORM,
+    FISHER,
+    GENERATOR,
+    MGTTA,
+    SOURCE,
+    TOKENS,
+    Recipe,
+    recipe,
+    recipes,
+)
+from mgtta.models.classifier import Classifier
+from mgtta.models.norms import batch_norms
 
 
 def needs_source(method: str) -> bool:
@@ -80,3 +94,28 @@ def work_of(method: str) -> tuple[str, int]:
 def registered_name(method: str) -> str:
     """Return the name that records have for a method; raise an error with the valid names if there is none."""
     return recipe(method).name
+
+
+def methods_for(model: Classifier) -> list[str]:
+    """Return the names of all recipes that the network can run; twice if the MGTTA paper's settings differ."""
+    found = []
+    for name, declared in recipes().items():
+        if not _fits(declared, model):
+            continue
+        found.append(name)
+        if declared.mgtta is not None and declared.at(MGTTA).settings != declared.settings:
+            found.append(declared.at(MGTTA).name)
+    return found
+
+
+def _fits(declared: Recipe, model: Classifier) -> bool:
+    """Return False if the network lacks the layers that the recipe needs."""
+    if BATCH_NORM in declared.needs and not batch_norms(model.net):
+        return False
+    if TOKENS not in declared.needs:
+        return True
+    try:
+        check_tokens(model)
+    except ValueError:
+        return False
+    return True

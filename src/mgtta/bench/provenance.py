@@ -2,13 +2,13 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from mgtta.bench.cells import Cell, Setup
-from mgtta.data.shards import expand, is_tar
+from mgtta.data.shards import expand, files_of, is_tar
 from mgtta.models.loading import load_model
 
 FILES = 1000  # of a folder, whose names and sizes are hashed
@@ -58,7 +58,7 @@ def check_apart(data: str | None, validation: str | None) -> None:
 
 def _glance(name: str) -> str | None:
     """Return a hash of a file's content; for a large file, a folder or tars, a hash of the first names and sizes."""
-    files = list(islice(_files(name), FILES))
+    files = list(islice(files_of(name), FILES))
     if not files:
         return None
     digest = hashlib.sha256()
@@ -68,16 +68,6 @@ def _glance(name: str) -> str | None:
         if len(files) == 1 and size <= CONTENT_BYTES:
             digest.update(Path(file).read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _files(name: str) -> Iterator[str]:
-    if is_tar(name):
-        yield from filter(os.path.isfile, expand(name))  # not URLs
-    elif os.path.isfile(name):
-        yield name
-    for folder, below, names in os.walk(os.path.expanduser(name)):
-        below.sort()
-        yield from (os.path.join(folder, each) for each in sorted(names))
 
 
 def _places(name: str) -> set[Path]:

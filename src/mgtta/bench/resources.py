@@ -1,11 +1,8 @@
 """The lab of a process: model, statistics, images and generators of a setup, and how a cell is run with them."""
 
 import dataclasses
-import fcntl
 import math
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mgtta import __version__
-from mgtta._lib.files import command
+from mgtta._lib.files import command, locked
 from mgtta._lib.profile import optimizer_apart, profiled
 from mgtta._lib.ranks import ranks_of
 from mgtta._lib.shipped import shipped
@@ -37,6 +34,7 @@ from mgtta.data.datasets import KINDS, is_cifar_c, is_imagenet_c, open_dataset, 
 from mgtta.data.embedded import images_for
 from mgtta.data.glyphs import STAND_INS
 from mgtta.data.rendered import TEST_SEED, VALIDATION_SEED, Rendered
+from mgtta.data.stored import ImageStore, stamp
 from mgtta.data.streams import Domain, corrupted, stream
 from mgtta.evaluation.loop import OnBatch, evaluate
 from mgtta.evaluation.record import Record
@@ -95,6 +93,11 @@ class Lab:
         self.group = group
         self.room = Room(held)
         self.stream_bytes = min(held, STREAM_BYTES)
+        self.store: ImageStore | None = None
+        if setup.cache is not None:
+            made_with = [_device_name(setup.device), setup.tf32]
+            self.store = ImageStore(setup.cache, setup.device, made_with, self.watch.note)
+        self._stamps: dict[str, str] = {}
         self._models: dict[Any, Classifier] = {}
         self._sets: dict[Any, Any] = {}
         self._kept_stream: Any = None  # a cell's `stream`
@@ -130,8 +133,7 @@ class Lab:
         count = self.setup.images or IMAGES
         if data in STAND_INS:
             return Held(STAND_INS[data](count), self.room)
-        of_split = self.setup.data if split == "test" else self.setup.validation
-        path = data or of_split
+        path = self._path(split, data)
         if path is None and self.setup.data is None:
             return Held(_embedded(self.setup.model, split, count), self.room)
         if path is None:
@@ -143,6 +145,11 @@ class Lab:
             options["classes"] = read_classes(self.setup.classes)
         restrict = self.setup.restrict and (split == "test" or Path(path).is_dir())
         return Held(open_dataset(path, kind=kind, restrict=restrict, **options), self.room)
+
+    def _path(self, split: str, data: str | None) -> str | None:
+        """Return the images that are named for a split, or for a cell; None for the embedded ones."""
+        of_split = self.setup.data if split == "test" else self.setup.validation
+        return data or of_split
 
     @property
     def _sizes(self) -> dict[str, Any]:
@@ -181,7 +188,7 @@ class Lab:
         if setup.constants != Setup.constants:
             parts.append(setup.constants)
         path = self.folder / "generators" / f"{digest(parts)}.safetensors"
-        with _locked(path.with_suffix(".lock")):
+        with locked(path.with_suffix(".lock")):
             if not path.exists():
                 self._train(training, path)
         return path
@@ -299,7 +306,7 @@ class Lab:
         if self._kept_stream == cell.stream:
             return self._kept_batches, images
         batches = stream(
-            domains,
+            [self._stored(domain, cell) for domain in domains],
             batch_size=cell.batch_size,
             mixed=cell.mixed,
             imbalance=math.inf if cell.by_class else None,
@@ -333,6 +340,21 @@ class Lab:
             held = self._sets.setdefault((images, corruption, severity), Held(domain.dataset, self.room))
             domain = dataclasses.replace(domain, dataset=held)
         return dataclasses.replace(domain, name=name)
+
+    def _stored(self, domain: Domain, cell: Cell) -> Domain:
+        """Return the domain with its corrupted images from the cache, if there is one."""
+        if self.store is None or domain.corruption is None:
+            return domain
+        return self.store.domain(domain, self._identity(cell, domain.dataset), cell.seed, self.setup.images)
+
+    def _identity(self, cell: Cell, images: Any) -> str:
+        """Return what tells a cell's clean images from others."""
+        path = self._path(cell.split, cell.data)
+        if path is None:
+            return images.name(0)  # of rendered images, it tells kind and seed
+        if path not in self._stamps:
+            self._stamps[path] = stamp(path)
+        return f"{self._stamps[path]} {self._sizes}"
 
     def _corrupting(self, images: Any) -> dict[str, Any]:
         """Return the options of `corrupted`: for published files their size, else how images are corrupted."""
@@ -464,14 +486,6 @@ def _values(tensor: Tensor | None) -> list[float] | None:
     if tensor is None:
         return None
     return tensor.flatten().tolist()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _device_name(device: str) -> str:

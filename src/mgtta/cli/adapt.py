@@ -126,7 +126,7 @@ def adapt(
             mgtta.load_state(adapting, start)
         same = {"settings": setting, "schedule": schedule}
         files["compare"] = classifier if compare else None
-        story = _story(adapting, dataset, chosen, (json, report, estimate), (batch_size, size, images))
+        story = _story(adapting, dataset, chosen, (json, report, estimate), (batch_size, size, images, classes))
         result = mgtta.adapt_stream(
             adapting, dataset, out, **order, **files, protocol=same, split_shards=split_shards, watch=story
         )
@@ -158,24 +158,24 @@ def _story(
     dataset: Any,
     chosen: dict[str, Any],
     telling: tuple[bool, Path | None, str | None],
-    reading: tuple[int, int | None, int | None],
+    reading: tuple[int, int | None, int | None, Path | None],
 ) -> Any:
     """Return what follows the run and speaks of it; None if several ranks share the batches.
 
     Args:
         telling: --json, --report and --estimate.
-        reading: --batch-size, --size and --images.
+        reading: --batch-size, --size, --images and --classes.
     """
     from mgtta.adaptation.monitor import SHARE, Monitor
     from mgtta.running.story import Story
 
     lines, report, estimate = telling
-    batch_size, size, images = reading
+    batch_size, size, images, classes = reading
     if method.ranks.size > 1:
         if lines or report or estimate:
             raise ValueError("--json, --report and --estimate follow one process: leave them out under torchrun")
         return None
-    calibration = None if estimate is None else _calibration(method, estimate, batch_size, size)
+    calibration = None if estimate is None else _calibration(method, estimate, batch_size, size, classes)
     share = SHARE if report is None else 1.0
     monitor = Monitor(method, source=chosen.get("source"), calibration=calibration, share=share)
     story = Story(monitor, lines, report, getattr(dataset, "name", str), _class_names(dataset, method))
@@ -183,12 +183,12 @@ def _story(
     return story
 
 
-def _calibration(method: Any, estimate: str, batch_size: int, size: int | None) -> Any:
+def _calibration(method: Any, estimate: str, batch_size: int, size: int | None, classes: Path | None) -> Any:
     """Return a calibration from the images of --estimate, with their labels if their folders are the classes."""
     import mgtta
     from mgtta.cli.inputs import labelled_images, open_images
 
-    x, labels = labelled_images(open_images(estimate, method.model, size), method.model)
+    x, labels = labelled_images(open_images(estimate, method.model, size, classes=classes), method.model)
     return mgtta.calibrate(method, x, labels, batch_size=batch_size)
 
 

@@ -13,7 +13,6 @@ from mgtta.cli.options import (
     Classes,
     Corruptions,
     Device,
-    Methods,
     Model,
     NumClasses,
     Precision,
@@ -42,11 +41,15 @@ EXPERIMENTS = (  # the names in mgtta.bench.experiments, which imports torch
     "streams",
     "all",
 )
+ALL = "all"
 BATCH_SIZE = 64
 QUICK_IMAGES = 64  # per domain
 STOPPED_CODE = 130  # 128 + SIGINT
 
 Experiment = Annotated[str, typer.Argument(help=", ".join(EXPERIMENTS))]
+Methods = Annotated[
+    str, typer.Option(help="Names, separated by commas; see `mgtta list`. all: each that the network can run.")
+]
 Out = Annotated[Path, typer.Option(help="Folder for the records; if it has some, the run resumes from them.")]
 Seeds = Annotated[int, typer.Option(min=1, help="Number of seeds.")]
 Data = Annotated[
@@ -63,6 +66,9 @@ Frost = Annotated[
 ]
 Constants = Annotated[
     str, typer.Option(help="Constants of the corruptions: imagenet, or cifar, those of CIFAR-10-C at 32 pixels.")
+]
+Cache = Annotated[
+    Path | None, typer.Option(help="Folder that keeps corrupted images: made once, for all methods and runs.")
 ]
 Seconds = Annotated[str, typer.Option(help="Time budgets of `budgets` in seconds, separated by commas.")]
 Sweep = Annotated[bool, typer.Option("--sweep", help="Choose learning rates on validation images.")]
@@ -103,6 +109,7 @@ def bench(
     corruptions: Corruptions = "",
     frost_textures: Frost = None,
     constants: Constants = "imagenet",
+    cache: Cache = None,
     seconds: Seconds = "",
     set_: Set = [],
     single: Single = None,
@@ -125,12 +132,12 @@ def bench(
 
     images = _images(images, quick)
     scored: dict[str, Any] = {"num_classes": num_classes, "classes": _text(classes), "restrict": restrict}
-    scored |= {"frost_textures": _text(frost_textures), "constants": constants}
+    scored |= {"frost_textures": _text(frost_textures), "constants": constants, "cache": _text(cache)}
     how: dict[str, Any] = {"device": _device(device, tf32), "tf32": tf32, "precision": precision, "profile": profile}
     weights = _text(checkpoint)
     setup = Setup(model, weights, data, validation, source, generator, images, **how, **scored)
     amount = _amount(quick, corruptions, seconds, images, data) | _of_streams(experiment, set_, single, rounds)
-    options = Options(names(methods), seeds, _variants(variant, experiment, data), generator, **amount)
+    options = Options(_methods(methods, setup), seeds, _variants(variant, experiment, data), generator, **amount)
     store = Store(out)
     group = process_group(context, device, timeout)
     more = {"sweep": sweep, "workers": workers, "process_group": group, "ray": ray}
@@ -138,6 +145,16 @@ def bench(
     records = _run(experiment, options, setup, store, json, first, more)
     if first and not json:
         _print(records, profile, f"{len(records)} records of {experiment} are in {store.path}")
+
+
+def _methods(text: str, setup: Any) -> list[str]:
+    """Return the methods that are named; for `all`, each that the network can run, in each of its sets of settings."""
+    if names(text) != [ALL]:
+        return names(text)
+    from mgtta.bench.needs import methods_for
+    from mgtta.models.loading import load_model
+
+    return methods_for(load_model(setup.model, setup.checkpoint, **setup.head))
 
 
 def _text(path: Path | None) -> str | None:

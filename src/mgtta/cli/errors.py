@@ -23,6 +23,7 @@ COMMANDS = {  # what an error tells a Python program to call -> the same as a co
     "mgtta.load_generator": "--generator",
     "mgtta.load_model(..., normalised=True)": "a model of your own in Python (mgtta.load_model)",
     "mgtta.save_state": "`mgtta adapt --state`",
+    ", or pretrained=False for random weights": "",
     "meta_train writes": "`mgtta train --resume` writes",
 }
 ARGUMENTS = (  # that are options of the same name
@@ -32,6 +33,7 @@ ARGUMENTS = (  # that are options of the same name
     "low_memory",
     "num_classes",
     "precision",
+    "restrict",
     "resume",
     "schedule",
     "shuffle",

@@ -6,6 +6,7 @@ from typing import Any
 import typer
 
 CLEAN_IMAGES = 1000  # of --clean, for source statistics
+CHECKED_IMAGES = 64  # clean images whose labels are compared with predictions
 
 
 def device_of(device: str | None) -> str:
@@ -78,7 +79,10 @@ def open_images(
 
 
 def labelled_images(images: Any, classifier: Any, most: int = 128) -> tuple[Any, Any]:
-    """Return the first images of a data set as one tensor, and their labels if its classes are the model's."""
+    """Return the first images of a data set as one tensor, and their labels if its classes seem to be the model's.
+
+    Folders may be as many as the model's classes and in another order. Then most predictions on clean images are wrong.
+    """
     import torch
 
     from mgtta.data.streams import stream
@@ -89,7 +93,18 @@ def labelled_images(images: Any, classifier: Any, most: int = 128) -> tuple[Any,
     found = [batch.y for batch in batches if batch.y is not None]
     if not found or classes is None or len(classes) != classifier.num_classes:
         return x, None
-    return x, torch.cat(found)
+    labels = torch.cat(found)
+    with torch.no_grad():
+        sureness, predictions = classifier(x[:CHECKED_IMAGES]).softmax(1).max(1)
+    right = float((predictions.cpu() == labels[:CHECKED_IMAGES]).double().mean())
+    if right < float(sureness.mean()) / 2:
+        typer.echo(
+            f"warning: {100 * right:.0f} % of the clean images are predicted as their folders say, so the labels are "
+            "not used; --classes FILE says which folder is which class",
+            err=True,
+        )
+        return x, None
+    return x, labels
 
 
 def check_source(source: str | None, clean: str | None) -> None:

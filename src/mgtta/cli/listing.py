@@ -13,6 +13,7 @@ from mgtta._lib.shipped import shipped
 CATALOGUE = Path(__file__).with_name("catalogue.json")  # written by docs/methods.py
 WIDEST = 80  # columns
 COLUMNS = (14, 14, 9)  # widths of name, kind and passes
+SHIPPED = {"glyphs_vit": "rendered characters", "patterns_vit": "rendered patterns"}  # model -> its images
 
 
 def listed(what: str = "") -> str:
@@ -88,8 +89,7 @@ def _generators(catalogue: Mapping[str, Any]) -> str:
 
 
 def _models(_catalogue: Mapping[str, Any]) -> str:
-    own = "comes with the package, for the embedded characters"
-    rows = [_wrapped(f"{name}: {own}", "  ") for name in shipped("models")]
+    rows = [_wrapped(f"{name}: comes with the package, for {SHIPPED[name]}", "  ") for name in shipped("models")]
     rows.append(_wrapped("any timm name: timm.list_models() shows them", "  "))
     return "\n".join([_wrapped("Models: mgtta adapt --model NAME."), *rows])
 

@@ -24,7 +24,7 @@ Streams = Annotated[
 ]
 Pull = Annotated[
     float | None,
-    typer.Option(help="Share of the way back to the source after each update: 0, or 0.05 with --streams."),
+    typer.Option(help="After each update, go this share of the distance to the source: 0, or 0.05 with --streams."),
 ]
 Mirror = Annotated[bool, typer.Option("--mirror", help="See every image with its mirror image, as mgtta+ does.")]
 GeneratorRate = Annotated[float, typer.Option(help="Learning rate of the generator.")]

@@ -6,7 +6,7 @@ import typer
 
 from mgtta.cli.errors import plain_warnings
 from mgtta.cli.inputs import labelled_images, model_and_data, open_images, source_of
-from mgtta.cli.options import Checkpoint, Device, Model, NumClasses, Size, Skip, Source, names, number
+from mgtta.cli.options import Checkpoint, Classes, Device, Model, NumClasses, Size, Skip, Source, names, number
 
 Data = Annotated[str, typer.Argument(help="Images of the shifted stream, without labels.")]
 Clean = Annotated[str, typer.Option(help="Clean images of the kind that the model was trained on; best class folders.")]
@@ -28,6 +28,7 @@ def tune(
     images: Images = 256,
     batch_size: BatchSize = 64,
     size: Size = None,
+    classes: Classes = None,
     skip_unreadable: Skip = False,
     device: Device = None,
 ) -> None:
@@ -37,9 +38,11 @@ def tune(
     from mgtta.data.streams import stream
     from mgtta.running.tune import CLEAN_IMAGES, default_candidates, tune
 
-    classifier, dataset = model_and_data(model, checkpoint, num_classes, data, size, skip_unreadable, device)
+    classifier, dataset = model_and_data(
+        model, checkpoint, num_classes, data, size, skip_unreadable, device, classes=classes
+    )
     sample = torch.cat([batch.x for batch in stream(dataset, first=images, shuffle=False)])
-    x, labels = labelled_images(open_images(clean, classifier, size), classifier, most=CLEAN_IMAGES)
+    x, labels = labelled_images(open_images(clean, classifier, size, classes=classes), classifier, CLEAN_IMAGES)
     statistics = source_of(classifier, source, None if source else clean, size)
     candidates = default_candidates(names(methods), [number(text, "--paces") for text in names(paces)])
 

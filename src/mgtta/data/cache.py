@@ -23,27 +23,17 @@ class Room:
         return True
 
 
-class Held(Dataset):
-    """A data set whose images are kept after the first access, as long as there is room.
+class Around(Dataset):
+    """A data set around another one.
 
-    What a data set does not know (labels, names of classes) is None here.
+    What the other does not know (labels, names of classes) is None here.
     """
 
-    def __init__(self, dataset: Any, room: Room):
+    def __init__(self, dataset: Any):
         self.dataset = dataset
-        self.room = room
-        self._kept: dict[int, tuple[Tensor, int]] = {}
 
     def __len__(self) -> int:
         return len(self.dataset)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        if i in self._kept:
-            return self._kept[i]
-        image, label = self.dataset[i]
-        if self.room.take(image.nbytes):
-            self._kept[i] = image, label
-        return image, label
 
     @property
     def labels(self) -> Tensor | None:
@@ -78,3 +68,20 @@ class Held(Dataset):
         if not hasattr(self.dataset, "name"):
             return str(i)
         return self.dataset.name(i)
+
+
+class Held(Around):
+    """A data set whose images are kept after the first access, as long as there is room."""
+
+    def __init__(self, dataset: Any, room: Room):
+        super().__init__(dataset)
+        self.room = room
+        self._kept: dict[int, tuple[Tensor, int]] = {}
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        if i in self._kept:
+            return self._kept[i]
+        image, label = self.dataset[i]
+        if self.room.take(image.nbytes):
+            self._kept[i] = image, label
+        return image, label

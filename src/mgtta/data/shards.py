@@ -77,6 +77,17 @@ def expand(paths: str | os.PathLike | Sequence[str | os.PathLike]) -> list[str]:
     return shards
 
 
+def files_of(name: str) -> Iterator[str]:
+    """Yield the local files that a name means: tars, a file, or all files of a folder, in a fixed order."""
+    if is_tar(name):
+        yield from filter(os.path.isfile, expand(name))  # not URLs
+    elif os.path.isfile(name):
+        yield name
+    for folder, below, names in os.walk(os.path.expanduser(name)):
+        below.sort()
+        yield from (os.path.join(folder, each) for each in sorted(names))
+
+
 def split(shards: Sequence[str], part: tuple[int, int] | None) -> list[str]:
     """Return the shards of one rank, part being (rank, ranks): each shard goes to one rank, evenly up to one shard."""
     if not shards:

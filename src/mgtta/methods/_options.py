@@ -40,7 +40,7 @@ def choosing(model: Classifier, params: Chosen | None, chosen: Recipe) -> Classi
 
 
 def set_pull(method: Method, pull: float | None) -> None:
-    """Set the share of the way back to the source; None leaves the method's own."""
+    """Set the share of the distance to the source; None leaves the method's own."""
     check_number("pull", pull)
     if pull is None:
         return
@@ -48,5 +48,5 @@ def set_pull(method: Method, pull: float | None) -> None:
         name = spelled(method.name)
         raise ValueError(f"{name} adapts no parameters that pull could draw back to the source: leave pull out")
     if not pull < 1:
-        raise ValueError(f"pull is a share of the way back to the source: at least 0 and below 1, not {pull}")
+        raise ValueError(f"pull is a share of the distance to the source: at least 0 and below 1, not {pull}")
     method.pull = float(pull)

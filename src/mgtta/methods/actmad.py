@@ -60,6 +60,11 @@ class ActMAD(ObjectiveMethod):
 
     def objective(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
         """Return L, or the discrepancy of Eq. 7. One image has no variance: for a batch of one only the means count."""
+        if torch.is_grad_enabled() and not any(f.requires_grad for f in features):
+            raise ValueError(
+                f"no parameter that adapts changes the features of {self.model.name} that actmad compares, as in a "
+                "network with one normalisation layer: take another method, such as tent or mgtta"
+            )
         source = self.source = self.source.to(logits)
         source_mean = torch.cat(list(source.mean))  # (D,), D counts the features of all layers
         source_std = torch.cat(list(source.std))

@@ -13,16 +13,16 @@ Ours on purpose: the authors' code moves only tensors called weight or bias; her
 """
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mgtta.adaptation.method import Method, OptimizerFactory
+from mgtta.adaptation.method import OptimizerFactory
 from mgtta.adaptation.step import Pass
 from mgtta.losses import cross_entropy, symmetric_cross_entropy
 from mgtta.methods._augment import random_view
 from mgtta.methods._descent import Descent
+from mgtta.methods._taught import Taught
 from mgtta.methods.registry import Paper, register
 from mgtta.models.classifier import Classifier
 from mgtta.models.export import export_net
@@ -40,7 +40,7 @@ PAPER = Paper("Continual Test-Time Domain Adaptation", "2203.13591")
     passes=(34, 1),
     revision=1,
 )
-class CoTTA(Method):
+class CoTTA(Taught):
     """A teacher averaged over time and augmentations, weights restored at random (Wang et al., CVPR 2022).
 
     confidence: p_th; below it the anchor's mean confidence calls for augmentations.
@@ -68,16 +68,13 @@ class CoTTA(Method):
         self.learns(lambda classifier: list(classifier.parameters()), optimizer)
         self.anchor = copy.deepcopy(self.model).requires_grad_(False)
         self.teacher = copy.deepcopy(self.anchor)
+        self.taught = [name for name, _ in self.teacher.named_parameters()]
         self.confidence = confidence
         self.augmentations = augmentations
         self.restored = restore
         self.ema = ema
         self.measure = symmetric_cross_entropy if symmetric else cross_entropy
         self.random = torch.Generator().manual_seed(seed)
-
-    @property
-    def predicting(self) -> Classifier:
-        return self.teacher
 
     @torch.no_grad()
     def look(self, x: Tensor) -> Pass:
@@ -107,12 +104,3 @@ class CoTTA(Method):
     def export(self) -> nn.Module:
         """Return a copy of your own module with the teacher's weights; views of an image are not averaged."""
         return export_net(self.model, dict(self.teacher.named_parameters()), statistics=self.statistics)
-
-    def own_state(self) -> Any:
-        teacher = {name: p.detach() for name, p in self.teacher.named_parameters()}
-        return {**super().own_state(), "teacher": teacher}
-
-    def load_own_state(self, own: Any) -> None:
-        super().load_own_state(own)
-        for name, p in self.teacher.named_parameters():
-            p.copy_(own["teacher"][name])

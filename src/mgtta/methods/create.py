@@ -59,7 +59,7 @@ def create(
             that has bfloat16, and no ranks or seconds are named; otherwise "fp32".
         low_memory: on the fast path, recompute activations instead of keeping them: slower.
         schedule: "auto" learns at once after a shift and then more and more rarely.
-        pull: after each update the adapted parameters go this share of the way back to the source.
+        pull: after each update the adapted parameters move this share of the distance to the source.
         gather: predict at once, and learn from at least so many images together: for small batches.
         recall: how many domains' states are kept, to be loaded when the stream returns to one of them.
             Without these three, a recipe has its own: mgtta+ has all of them (no recall over ranks), the others none.

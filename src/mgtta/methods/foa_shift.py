@@ -7,20 +7,18 @@ that of the first batch, and the step gamma is 1. `neo` differs: its mean has al
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mgtta.adaptation.method import Method
 from mgtta.adaptation.step import Pass
-from mgtta.methods._head import check_head, linear_centre, through_head
+from mgtta.methods._recentred import Recentred
 from mgtta.methods.foa import PAPER
 from mgtta.methods.registry import HEAD, SOURCE, register
 from mgtta.models.classifier import Classifier
-from mgtta.models.export import export_net
-from mgtta.models.source import Source, as_source
+from mgtta.models.source import Source
 
 
 @register("foa_shift", papers=[PAPER], needs=[SOURCE, HEAD], code="github.com/mr-eggplant/FOA")
-class FOAShift(Method):
+class FOAShift(Recentred):
     """Activations shifted to the source, without prompts: one part of FOA (Niu et al., ICML 2024).
 
     momentum: share of the old running mean.
@@ -29,38 +27,22 @@ class FOAShift(Method):
     mean: Tensor
 
     def __init__(self, model: Classifier, *, source: Source, momentum: float = 0.9):
-        super().__init__(model)
-        weight = self.model.head.weight
+        super().__init__(model, source, "take mgtta+, which re-centres such logits")
         self.momentum = momentum
-        statistics = as_source(source, model.name, self.fingerprint)
-        self.checked = statistics.head is not None
-        centre = linear_centre(statistics, self.model, "take mgtta+, which re-centres such logits")
-        self.centre = nn.Parameter(centre, requires_grad=False)  # mu^S
-        self.register_buffer("mean", torch.empty(0).to(weight))  # mu(t); empty until there is one
-
-    def look(self, x: Tensor) -> Pass:
-        return Pass(self.model(x) + self.shift())
+        self.register_buffer("mean", torch.empty(0).to(self.centre))  # mu(t); empty until there is one
 
     @torch.no_grad()
     def adapt(self, x: Tensor) -> Pass:
-        if not self.checked:
-            check_head(self.model, x, "take neo without source")
-            self.checked = True
-        logits, e = self.model.embed(x)
+        logits, e = self.embed(x)
         shift = self.shift()
-        if logits.isfinite().all() and e.isfinite().all():
-            mean = e.mean(0)
-            self.mean = self.momentum * self.mean + (1 - self.momentum) * mean if len(self.mean) else mean  # Eq. 9
-            self.engine.updates += 1
-        else:
-            self.engine.skipped += 1
+        self.learn_from(logits, e)
         return Pass(logits + shift)
 
-    def shift(self, every_class: bool = False) -> Tensor:
-        """Return what the move of e by mu^S - mu(t) adds to the logits (C,), of scored classes or of every class."""
-        direction = self.centre - self.mean if len(self.mean) else torch.zeros_like(self.centre)  # Eqs. 7, 8
-        return through_head(self.model, direction, every_class)
+    def follow(self, features: Tensor) -> None:
+        mean = features.mean(0)
+        if len(self.mean):
+            mean = self.momentum * self.mean + (1 - self.momentum) * mean  # Eq. 9
+        self.mean = mean
 
-    def export(self) -> nn.Module:
-        """Return a copy of your own module with the shift in the bias of its head."""
-        return export_net(self.model, head_shift=self.shift(every_class=True))
+    def direction(self) -> Tensor:
+        return self.centre - self.mean if len(self.mean) else torch.zeros_like(self.centre)  # Eqs. 7, 8

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mgtta.adaptation.method import Method, OptimizerFactory
+from mgtta.adaptation.method import OptimizerFactory
 from mgtta.adaptation.step import EagerEngine, Pass
 from mgtta.losses import cross_entropy, entropy
 from mgtta.methods._augment import check_images, random_view
 from mgtta.methods._cstu import CSTU
 from mgtta.methods._descent import Descent
 from mgtta.methods._robust_bn import RobustStatistics
+from mgtta.methods._taught import Taught
 from mgtta.methods.registry import BATCH_NORM, Paper, register
 from mgtta.models.classifier import Classifier
 from mgtta.models.export import export_net
@@ -40,7 +41,7 @@ PAPER = Paper("Robust Test-Time Adaptation in Dynamic Scenarios", "2303.13899")
     code="github.com/BIT-DA/RoTTA",
     passes=(3, 1),
 )
-class RoTTA(Method):
+class RoTTA(Taught):
     """A slow teacher, a balanced memory of images and robust BatchNorm statistics (Yuan et al., CVPR 2023).
 
     capacity: images in the memory.
@@ -79,6 +80,7 @@ class RoTTA(Method):
         self.model.use_running_statistics()
         self.statistics = None
         self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+        self.taught = list(self.adapted)
         self.student_statistics = RobustStatistics(self.model.net)
         self.teacher_statistics = RobustStatistics(self.model.net)
         like = next(iter(self.adapted.values()))
@@ -88,10 +90,6 @@ class RoTTA(Method):
         self.nu = nu
         self.images = 0  # since the last reset
         self.random = torch.Generator().manual_seed(seed)
-
-    @property
-    def predicting(self) -> Classifier:
-        return self.teacher
 
     @torch.no_grad()
     def look(self, x: Tensor) -> Pass:
@@ -133,14 +131,11 @@ class RoTTA(Method):
         return export_net(self.teacher, statistics=self.teacher_statistics)
 
     def own_state(self) -> Any:
-        teacher = {name: self.teacher.get_parameter(name).detach() for name in self.adapted}
-        return {**super().own_state(), "teacher": teacher, "images": self.images}
+        return {**super().own_state(), "images": self.images}
 
     def load_own_state(self, own: Any) -> None:
         super().load_own_state(own)
         self.images = own["images"]
-        for name, value in own["teacher"].items():
-            self.teacher.get_parameter(name).copy_(value)
 
 
 def _batch_norm_parameters(classifier: nn.Module) -> list[nn.Parameter]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mgtta._lib.errors import unknown
-from mgtta.adaptation.estimate import Calibration, evidence, fitted, probability
+from mgtta.adaptation.estimate import Calibration, evidence, fitted, probability, spread
 from mgtta.adaptation.wrapper import Adapting, innermost, source_model
 from mgtta.data.corruptions import SEVERITIES, VALIDATION_CORRUPTIONS, corrupt
 from mgtta.models.batches import image_batches
@@ -26,9 +26,9 @@ class Rows(NamedTuple):
     right: Tensor  # (2, n); without labels probabilities
 
     @classmethod
-    def of(cls, given: Tensor, asked: Tensor, truth: Tensor) -> "Rows":
+    def of(cls, given: Tensor, asked: Tensor, truth: Tensor, scale: float) -> "Rows":
         """Return the rows of images: logits of method and source model (n, C), and each class's probability (n, C)."""
-        both = torch.stack([evidence(given, asked), evidence(asked, given)]).cpu()
+        both = torch.stack([evidence(given, asked, scale), evidence(asked, given, scale)]).cpu()
         predictions = torch.stack([given.argmax(1), asked.argmax(1)], 1).cpu()
         return cls(both, truth.gather(1, predictions).T)
 
@@ -40,14 +40,14 @@ def calibrate(
     *,
     images: int = IMAGES,
     batch_size: int = 64,
-    severities: Sequence[int] = (3, 5),
+    severities: Sequence[int] = (1, 3, 5),
     corruptions: Sequence[str] = VALIDATION_CORRUPTIONS,
     seed: int = 0,
 ) -> Calibration:
     """Return a calibration for a method, from clean images of the kind that its model was trained on.
 
     The method runs over copies of the clean images under four corruptions that are in no benchmark, as it would over a
-    stream. Then it is put back exactly as it was. This takes as long as a stream of 8 x `images`. Clean images
+    stream. Then it is put back exactly as it was. This takes as long as a stream of 12 x `images`. Clean images
     themselves are not learned from: they make confidence look better than it is under a shift.
 
     Args:
@@ -61,19 +61,22 @@ def calibrate(
     x = torch.cat(list(image_batches(clean_images, batch_size, images)))
     _check(x, labels, severities, corruptions)
     source = source_model(method)
-    truth = clean_truth(source, x, labels, batch_size)
+    clean = clean_logits(source, x, batch_size)
+    truth = clean_truth(clean, labels)
+    scale = float(spread(clean).mean())
     kept = copy.deepcopy(method.state_dict())
     domains: dict[str, list[Rows]] = {}
     try:
         for name, severity in product(corruptions, severities):
             method.reset()
             shifted = corrupt(x.cpu(), name, severity, seed=seed)
-            domains.setdefault(name, []).append(domain_rows(method, source, shifted, truth, batch_size))
+            domains.setdefault(name, []).append(domain_rows(method, source, shifted, truth, scale, batch_size))
     finally:
         method.load_state_dict(kept)
     together = {name: joined(rows) for name, rows in domains.items()}
     return Calibration(
         coefficients=coefficients(together.values()),
+        scale=scale,
         error=left_out_error(together),
         method=method.name,
         images=len(x),
@@ -96,19 +99,23 @@ def _check(x: Tensor, labels: Tensor | None, severities: Sequence[int], corrupti
 
 
 @torch.no_grad()
-def clean_truth(source: Classifier, x: Tensor, labels: Tensor | None, batch_size: int) -> Tensor:
+def clean_logits(source: Classifier, x: Tensor, batch_size: int) -> Tensor:
+    """Return the source model's logits of the clean images: (n, C)."""
+    return torch.cat([source(part).double().cpu() for part in x.split(batch_size)])
+
+
+def clean_truth(logits: Tensor, labels: Tensor | None) -> Tensor:
     """Return the probability of each class for each clean image (n, C): from the labels, or from the source model."""
-    probs = torch.cat([source(part).double().softmax(1).cpu() for part in x.split(batch_size)])
     if labels is None:
-        return probs
-    return torch.nn.functional.one_hot(labels[: len(x)].cpu().long(), probs.shape[1]).double()
+        return logits.softmax(1)
+    return torch.nn.functional.one_hot(labels[: len(logits)].cpu().long(), logits.shape[1]).double()
 
 
 @torch.no_grad()
-def domain_rows(method: Adapting, source: Classifier, x: Tensor, truth: Tensor, batch_size: int) -> Rows:
+def domain_rows(method: Adapting, source: Classifier, x: Tensor, truth: Tensor, scale: float, batch_size: int) -> Rows:
     """Return the rows of one domain: the method runs over the images x, whose classes are `truth` (n, C)."""
     parts = zip(x.split(batch_size), truth.split(batch_size), strict=True)
-    return joined([Rows.of(method(part), source(part), known) for part, known in parts])
+    return joined([Rows.of(method(part), source(part), known, scale) for part, known in parts])
 
 
 def joined(rows: Iterable[Rows]) -> Rows:

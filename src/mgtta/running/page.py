@@ -140,8 +140,8 @@ def _pictures(pictures: Sequence[Picture]) -> str:
 def _figure(picture: Picture) -> str:
     data = base64.b64encode(picture.jpeg).decode()
     name = escape(picture.name)
-    after = f"{escape(picture.after)} {100 * picture.after_confidence:.0f} %"
-    before = f"{escape(picture.before)} {100 * picture.before_confidence:.0f} %"
+    after = f"{escape(picture.after)} {100 * picture.after_confidence:.0f}&nbsp;%"
+    before = f"{escape(picture.before)} {100 * picture.before_confidence:.0f}&nbsp;%"
     if picture.before != picture.after:
         before = f'<span class="before">{before}</span>'
     caption = f"{before} → <b>{after}</b><br>{name}"

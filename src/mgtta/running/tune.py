@@ -2,9 +2,10 @@
 
 Each candidate adapts to corrupted copies of clean images. It is right where it predicts what the source model predicts
 on the clean original, or the label if there is one. The candidate with the highest accuracy over the corruptions is
-chosen. If a method at its own learning rate is less than a standard error behind, it is taken instead: copies are few,
-and on short streams high rates look better than they are. Then the choice runs over the sample of your own stream,
-where its accuracy can only be estimated (mgtta.calibrate): this does not choose, it says how sure to be.
+chosen. If mgtta+, or another method, at its own learning rate is less than a standard error behind, it is taken
+instead: copies are few, and on short streams high rates look better than they are. Then the choice runs over the sample
+of your own stream, where its accuracy can only be estimated (mgtta.calibrate): this does not choose, it says how sure
+to be.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ from mgtta.models.source import SourceStatistics
 from mgtta.running.calibrate import FEWEST_IMAGES, calibrate, clean_truth
 
 NOADAPT = "noadapt"
+DEFAULT = "mgtta+"  # of `mgtta adapt`
 METHODS = ("mgtta", "mgtta+", "tent")
 PACES = (0.2, 1.0, 5.0)  # factors on a method's own learning rate
 SAMPLE_IMAGES = 256
@@ -251,8 +253,9 @@ def ranked(found: Sequence[tuple[Candidate, Mapping[str, Tensor]]]) -> list[Cand
     """
     order = sorted(found, key=lambda pair: -pair[0].accuracy)
     top, right = order[0]
-    near = [c for c, other in order if _within_noise(_joined(right) - _joined(other))]
-    first = next((c for c in near if c.usual), top)
+    near = [c for c, other in order if c.usual and _within_noise(_joined(right) - _joined(other))]
+    default = [c for c in near if spelled(c.method) == DEFAULT]
+    first = [*default, *near, top][0]
     return [first, *(c for c, _ in order if c is not first)]
 
 

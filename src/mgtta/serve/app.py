@@ -81,6 +81,7 @@ class Report(BaseModel):
     skipped: int
     waiting: int
     dropped: int
+    repeated: int
     entropy: float | None
     shifts: int
     recalled: int

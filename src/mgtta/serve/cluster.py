@@ -1,20 +1,20 @@
-"""The streams on a Ray cluster: one front that speaks HTTP, and replicas that compute.
+"""The streams on a Ray cluster: one front that speaks HTTP, and replicas of a Ray Serve application that compute.
 
-Each replica is a Ray actor with streams of its own over one shared state folder. A stream belongs to one replica at a
-time: the front sends all its images there, so its state is never changed in two places. A stream that has no replica
-goes to the one that rendezvous hashing of its name chooses among those that are alive.
+Each replica has streams of its own over one shared state folder. Ray Serve sends all requests of a stream to the same
+replica (see affinity.py). When a replica is lost, Ray Serve starts another one. The lost streams go to other replicas,
+which load what was saved last, and stay there. A request that was lost is sent again.
 
-When a replica is lost, Ray starts it again, perhaps on another machine. Its streams go to other replicas meanwhile,
-which load what was saved last, and stay there. A request that was lost with it is sent again.
+Routing only makes it rare that two replicas are asked for one stream. That its state is never changed in two places is
+the state folder's doing (see store.py): the replica that loads a stream claims it, and the one that had it before
+loads it again before it answers.
 
-These are plain actors and not deployments of Ray Serve, whose multiplexing may send a stream to two replicas at once.
 The state folder must be the same on all machines, for example on a network file system.
 """
 
 import asyncio
 import hashlib
-import itertools
 import logging
+import os
 import signal
 import threading
 import time
@@ -37,66 +37,60 @@ log = logging.getLogger("mgtta.serve")
 HERE = "auto"  # the cluster that this machine belongs to, or a new one of this machine only
 TRIES = 3  # of a request whose replica is lost
 START_SECONDS = 120  # for the replicas to start
-ASK_SECONDS = 5  # for figures of the live view
+STOP_SECONDS = 120  # for a replica to answer what waits, and to save its streams
+HEALTH_SECONDS = 5  # between two looks at a replica
+LOOK_SECONDS = 5  # for figures of the live view
 AT_ONCE = 4096  # requests in a replica
-FIGURES = ("loaded_streams", "queued_images", "longest_pause_seconds")
-
-
-class LostError(RuntimeError):
-    """Ray has started the replica again, and it has no streams yet."""
+ROUTER: Any = "mgtta.serve.affinity.StickyRouter"
+INSTALL = "pip install 'mgtta[serve,ray]', here and on every machine"
 
 
 class Replica:
-    """The streams of one process of the cluster. After each start the front calls `begin`."""
+    """The streams of one process of the cluster.
 
-    def __init__(self) -> None:
-        self._streams: Streams | None = None
+    Args:
+        build: a list with Ray's reference to the function that makes the method.
+    """
 
-    async def begin(
-        self, build: Callable[[], Adapting], side: int, folder: str, limits: Limits, calibration: Calibration | None
-    ) -> None:
-        """Make the method, and begin to answer."""
+    def __init__(self, build: list[Any], side: int, folder: str, limits: Limits, calibration: Calibration | None):
+        import ray
+
         torch.set_num_threads(1)
-        if self._streams is None:
-            self._streams = Streams(build(), side, folder, limits, calibration=calibration, shared=True)
+        method = ray.get(build[0])()
+        self.streams = Streams(method, side, folder, limits, calibration=calibration, shared=True)
 
-    @property
-    def streams(self) -> Streams:
-        """The streams; before `begin`, raise an error."""
-        if self._streams is None:
-            raise LostError("this replica has started again")
-        return self._streams
-
-    async def predict(self, name: str, images: Any) -> tuple[Any, Exception | None]:
-        """Return the answer to images, an array (n, 3, side, side), or the error that it met."""
-        return await self._outcome(lambda: self.streams.predict(name, torch.from_numpy(images.copy())))
-
-    async def command(self, what: str, name: str, *arguments: Any) -> tuple[Any, Exception | None]:
-        """Return what a function of Streams gives, or the error that it met."""
-        return await self._outcome(lambda: getattr(self.streams, what)(name, *arguments))
-
-    async def _outcome(self, ask: Callable[[], "Future[Any]"]) -> tuple[Any, Exception | None]:
+    async def ask(self, what: str, name: str, *arguments: Any) -> tuple[Any, Exception | None]:
+        """Return what a function of Streams gives, or the error that it met. Images are an array."""
+        if what == "predict":
+            arguments = tuple(torch.from_numpy(images.copy()) for images in arguments)
         try:
-            return await asyncio.wrap_future(ask()), None
+            return await asyncio.wrap_future(getattr(self.streams, what)(name, *arguments)), None
         except Exception as error:
             return None, error
-
-    async def overview(self) -> list[dict[str, Any]]:
-        """Return what Streams.overview gives."""
-        return self.streams.overview()
 
     async def news(self, name: str, number: str | None, told: dict[str, int] | None) -> News | None:
         """Return what Streams.news gives."""
         return self.streams.news(name, number, told)
 
     async def figures(self) -> dict[str, Any]:
-        """Return the counts for Prometheus."""
-        own = {name: getattr(self.streams, name) for name in FIGURES}
-        return {"totals": dict(self.streams.totals), "busy_seconds": dict(self.streams.busy_seconds), **own}
+        """Return the counts for Prometheus, and what is known about each stream in memory."""
+        return {
+            "process": os.getpid(),
+            "totals": dict(self.streams.totals),
+            "busy_seconds": dict(self.streams.busy_seconds),
+            "longest_pause_seconds": self.streams.longest_pause_seconds,
+            "overview": [report for report in self.streams.overview() if report["loaded"]],
+        }
 
-    async def close(self) -> None:
-        """Answer what waits, and save all streams."""
-        await asyncio.to_thread(self.streams.close)
+    def check_health(self) -> None:
+        """Let Ray Serve replace the replica if its thread has died."""
+        if not self.streams.working:
+            raise RuntimeError("the streams of this replica do not work")
+
+    def __del__(self) -> None:
+        """Answer what waits, and save all streams: Ray Serve calls this before it stops a replica."""
+        if hasattr(self, "streams"):
+            self.streams.close()
 
 
 class Cluster:
@@ -109,8 +103,6 @@ class Cluster:
 
     Attributes:
         method: a method of the front's own, which answers nothing.
-        alive: whether each replica can be asked.
-        owners: the replica of each stream that has one.
     """
 
     def __init__(
@@ -128,62 +120,27 @@ class Cluster:
         self.calibration = calibration
         self.side = side
         self.limits = limits or Limits()
+        self.replicas = replicas
         self.store = StateFolder(folder)
-        self._ray, self._ours = connect(address)
-        try:
-            options = {"num_cpus": 1, "max_restarts": -1, "max_concurrency": AT_ONCE}
-            actor = self._ray.remote(**options)(Replica)
-            self._how = (self._ray.put(build), side, str(Path(folder).resolve()), self.limits, calibration)
-            self.replicas = [actor.remote() for _ in range(replicas)]
-            self._ray.get([replica.begin.remote(*self._how) for replica in self.replicas], timeout=START_SECONDS)
-        except self._ray.exceptions.GetTimeoutError as error:
-            self._disconnect()
-            raise RuntimeError(
-                f"{replicas} replicas did not start within {START_SECONDS} seconds: each needs a CPU of the cluster; "
-                "name fewer with --replicas"
-            ) from error
-        except BaseException:
-            self._disconnect()
-            raise
-        self.alive = [True] * replicas
-        self.owners: dict[str, int] = {}
         self._names = set(self.store.names())
+        self._asked: set[str] = set()  # streams that a replica has answered for
         self._flying = 0  # images that were sent and not answered
         self._refused = 0
         self._closing = False
         self._lock = threading.Lock()
-
-    # --- which replica
-
-    def owner(self, name: str) -> int:
-        """Return the replica that a stream belongs to; choose one if it has none."""
-        with self._lock:
-            if name not in self.owners:
-                living = [i for i, lives in enumerate(self.alive) if lives]
-                if not living:
-                    raise OverloadedError("all replicas are starting again: try again later", 5)
-                self.owners[name] = max(living, key=lambda i: _weight(name, i))
-            return self.owners[name]
-
-    def _lost(self, number: int) -> None:
-        """Let the streams of a replica go to others until it is back."""
-        with self._lock:
-            if not self.alive[number] or self._closing:
-                return
-            self.alive[number] = False
-            self.owners = {name: owner for name, owner in self.owners.items() if owner != number}
-        log.warning("replica %d is lost: its streams go to others", number)
-        self._ray.kill(self.replicas[number], no_restart=False)  # if it is only cut off, it must not save any more
-        threading.Thread(target=self._await_return, args=(number,), daemon=True).start()
-
-    def _await_return(self, number: int) -> None:
-        while not self._closing:
-            try:
-                self._ray.get(self.replicas[number].begin.remote(*self._how), timeout=START_SECONDS)
-                self.alive[number] = True
-                return
-            except self._ray.exceptions.RayError:
-                time.sleep(1)
+        where = str(Path(folder).resolve())
+        self.app = f"mgtta-{hashlib.sha256(where.encode()).hexdigest()[:8]}"  # one for each state folder
+        self._ray, self._ours = connect(address)
+        try:
+            self._build = self._ray.put(build)
+            arguments = ([self._build], side, where, self.limits, calibration)
+            self._handle = deploy(self.app, arguments, replicas)
+        except BaseException:
+            self._disconnect()
+            raise
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="mgtta-cluster", daemon=True)
+        self._thread.start()
 
     # --- what the web uses
 
@@ -194,7 +151,7 @@ class Cluster:
         with self._lock:
             self._names.add(name)
             self._flying += len(images)
-        future = self._send(name, lambda replica: replica.predict.remote(name, images.numpy()))
+        future = self._send("predict", name, images.numpy())
         future.add_done_callback(lambda _: self._landed(len(images)))
         return future
 
@@ -211,7 +168,7 @@ class Cluster:
         if self._closing:
             raise ClosedError("the service is stopping")
         reason = None
-        if self._flying + images > self.limits.queue_images * len(self.replicas):
+        if self._flying + images > self.limits.queue_images * self.replicas:
             reason = f"{self._flying} images wait already"
         elif name not in self._names and len(self._names) >= self.limits.streams:
             reason = f"there are {len(self._names)} streams already"
@@ -225,8 +182,8 @@ class Cluster:
             return sorted(self._names)
 
     def is_loaded(self, name: str) -> bool:
-        """Return whether a stream belongs to a replica now."""
-        return name in self.owners
+        """Return whether a replica has been asked for a stream since the start."""
+        return name in self._asked
 
     def report(self, name: str) -> "Future[dict[str, Any]]":
         """Return what is known about a stream."""
@@ -247,78 +204,63 @@ class Cluster:
     def _command(self, what: str, name: str, *arguments: Any) -> "Future[Any]":
         if name not in self._names:
             raise UnknownStreamError(name)
-        return self._send(name, lambda replica: replica.command.remote(what, name, *arguments))
+        if self._closing:
+            raise ClosedError("the service is stopping")
+        return self._send(what, name, *arguments)
 
-    def _send(self, name: str, call: Callable[[Any], Any]) -> "Future[Any]":
-        """Send a request to the stream's replica, and to another one if that is lost meanwhile."""
-        future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()
-        tries = itertools.count(1)
+    def _send(self, what: str, name: str, *arguments: Any) -> "Future[Any]":
+        return asyncio.run_coroutine_threadsafe(self._ask(what, name, *arguments), self._loop)
 
-        def attempt() -> None:
+    async def _ask(self, what: str, name: str, *arguments: Any) -> Any:
+        """Ask the stream's replica, and another one if that is lost meanwhile."""
+        lost = self._ray.exceptions.RayActorError
+        for _ in range(TRIES):
             try:
-                number = self.owner(name)
-                call(self.replicas[number]).future().add_done_callback(lambda done: arrived(done, number))
-            except Exception as error:
-                future.set_exception(error)
-
-        def again(number: int) -> None:
-            self._lost(number)
-            attempt()
-
-        def arrived(done: "Future[Any]", number: int) -> None:
-            error = done.exception()
-            answer, refused = (None, None) if error is not None else done.result()
-            lost = isinstance(error, self._ray.exceptions.RayActorError) or isinstance(refused, LostError)
-            if lost and next(tries) < TRIES:
-                threading.Thread(target=again, args=(number,), daemon=True).start()  # in Ray's own thread it would hang
-                return
-            if error is not None:
-                future.set_exception(ClosedError(f"the replica of stream {name!r} is lost: try again later"))
-                return
-            if refused is None:
-                future.set_result(answer)
-            else:
-                future.set_exception(refused)
-
-        attempt()
-        return future
+                found, refused = await self._handle.options(session_id=name).ask.remote(what, name, *arguments)
+            except lost:
+                log.warning("the replica of stream %s is lost: the request goes to another one", name)
+                continue
+            if refused is not None:
+                raise refused
+            self._asked.add(name)
+            return found
+        raise ClosedError(f"the replicas of stream {name!r} were lost {TRIES} times: try again later")
 
     # --- figures
 
-    def _ask_all(self, what: str) -> list[Any]:
-        """Return what each living replica tells; one that does not answer is left out."""
-        living = [replica for replica, lives in zip(self.replicas, self.alive, strict=True) if lives]
-        asked = [getattr(replica, what).remote() for replica in living]
-        found = []
-        for reference in asked:
-            try:
-                found.append(self._ray.get(reference, timeout=ASK_SECONDS))
-            except self._ray.exceptions.RayError:
-                continue
-        return found
+    def _figures(self) -> list[dict[str, Any]]:
+        """Return the figures of each replica; one that does not answer is left out."""
+        try:
+            told = self._handle.broadcast("figures").results(timeout_s=LOOK_SECONDS, return_exceptions=True)
+        except Exception as error:  # no replica lives, or Ray Serve has been stopped by another program
+            log.warning("the replicas cannot be asked for figures: %s", error)
+            return []
+        return [figures for figures in told if isinstance(figures, dict)]
+
+    def processes(self) -> list[int]:
+        """Return the process number of each replica that lives."""
+        return [figures["process"] for figures in self._figures()]
 
     def overview(self) -> list[dict[str, Any]]:
         """Return what is known about each stream, by the replica that it belongs to."""
         found: dict[str, dict[str, Any]] = {name: {"stream": name, "loaded": False} for name in self.names()}
-        for reports in self._ask_all("overview"):
-            for report in reports:
-                if report["loaded"]:
-                    found[report["stream"]] = report
+        for figures in self._figures():
+            for report in figures["overview"]:
+                found[report["stream"]] = report
         return [found[name] for name in sorted(found)]
 
     def news(self, name: str, number: str | None = None, told: dict[str, int] | None = None) -> News | None:
-        """Return what is new in the live view of a stream; None if it belongs to no replica."""
-        owner = self.owners.get(name)
-        if owner is None:
+        """Return what is new in the live view of a stream; None if no replica has it."""
+        if name not in self._asked:
             return None
         try:
-            return self._ray.get(self.replicas[owner].news.remote(name, number, told), timeout=ASK_SECONDS)
-        except self._ray.exceptions.RayError:
+            response = self._handle.options(session_id=name).news.remote(name, number, told)
+            return response.result(timeout_s=LOOK_SECONDS)
+        except (self._ray.exceptions.RayError, TimeoutError):
             return None
 
     def _sum(self, name: str, kind: tuple[str, ...]) -> dict[str, Any]:
-        found = self._ask_all("figures")
+        found = self._figures()
         return {key: sum(figures[name][key] for figures in found) for key in kind}
 
     @property
@@ -340,12 +282,12 @@ class Cluster:
     @property
     def loaded_streams(self) -> int:
         """Streams in the memory of all living replicas."""
-        return sum(figures["loaded_streams"] for figures in self._ask_all("figures"))
+        return sum(len(figures["overview"]) for figures in self._figures())
 
     @property
     def longest_pause_seconds(self) -> float:
         """The longest pause of any living replica."""
-        return max((figures["longest_pause_seconds"] for figures in self._ask_all("figures")), default=0.0)
+        return max((figures["longest_pause_seconds"] for figures in self._figures()), default=0.0)
 
     @property
     def working(self) -> bool:
@@ -359,20 +301,17 @@ class Cluster:
         if self._closing:
             return
         self._closing = True
-        self._ask_to_close()
         self._disconnect()
-
-    def _ask_to_close(self) -> None:
-        closing = [replica.close.remote() for replica, lives in zip(self.replicas, self.alive, strict=True) if lives]
-        for reference in closing:
-            try:
-                self._ray.get(reference, timeout=START_SECONDS)
-            except self._ray.exceptions.RayError:
-                log.exception("a replica was lost before its streams were saved")
-        for replica in self.replicas:
-            self._ray.kill(replica)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def _disconnect(self) -> None:
+        from ray import serve
+
+        serve.delete(self.app)
+        if not serve.status().applications:
+            serve.shutdown()
         if self._ours:
             self._ray.shutdown()
         self.store.close()
@@ -391,8 +330,9 @@ def connect(address: str) -> tuple[Any, bool]:
     """Return ray, connected to a cluster, and whether the connection is ours to end."""
     try:
         import ray
+        import ray.serve
     except ImportError as error:
-        raise ImportError("ray is not installed: pip install 'mgtta[ray]', here and on every machine") from error
+        raise ImportError(f"Ray Serve is not installed ({error.name}): {INSTALL}") from error
     if ray.is_initialized():
         return ray, False
     before = signal.getsignal(signal.SIGTERM)
@@ -405,5 +345,36 @@ def connect(address: str) -> tuple[Any, bool]:
     return ray, True
 
 
-def _weight(name: str, replica: int) -> bytes:
-    return hashlib.sha256(f"{replica} {name}".encode()).digest()
+def deploy(app: str, arguments: tuple[Any, ...], replicas: int) -> Any:
+    """Start the replicas, and return Ray Serve's handle to them."""
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
+    quiet = {"log_level": "WARNING", "enable_access_log": False}
+    serve.start(proxy_location="Disabled", logging_config=quiet)  # the front speaks HTTP itself
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.delete(app)  # a front that was lost has left it; its replicas save their streams
+    router = RequestRouterConfig(request_router_class=ROUTER, request_router_kwargs={"num_fallback_replicas": 0})
+    deployment = serve.deployment(
+        name="streams",
+        num_replicas=replicas,
+        ray_actor_options={"num_cpus": 1},
+        max_ongoing_requests=AT_ONCE,
+        request_router_config=router,
+        health_check_period_s=HEALTH_SECONDS,
+        graceful_shutdown_timeout_s=STOP_SECONDS,
+        logging_config=quiet,
+    )(Replica)
+    target = serve.RunTarget(deployment.bind(*arguments), name=app, route_prefix=None)
+    [handle] = serve.run_many([target], wait_for_applications_running=False)
+    end = time.monotonic() + START_SECONDS
+    while (status := serve.status().applications[app]).status != "RUNNING":
+        if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise RuntimeError(f"the replicas cannot start: {status.message}")
+        if time.monotonic() > end:
+            raise RuntimeError(
+                f"{replicas} replicas did not start within {START_SECONDS} seconds: each needs a CPU of the cluster; "
+                "name fewer with --replicas"
+            )
+        time.sleep(0.1)
+    return handle

@@ -6,8 +6,10 @@ kept images later. Kept images are never saved: a stream that is saved and loade
 Shapes: n images, C classes.
 """
 
+import hashlib
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,6 +24,7 @@ from mgtta.adaptation.wrapper import Adapting, Wrapper
 from mgtta.serve.live import Live
 
 MEMORY_IMAGES = 640  # of the running mean of the entropy
+RECENT_IMAGES = 64  # with which an image is compared
 TRUST = "trust"  # what a guard does that is not an alarm
 KEEP_BATCHES = 4  # updates' worth of images that wait at most; the oldest are dropped
 
@@ -47,6 +50,7 @@ class Stream:
         unsaved: updates since the last save.
         bytes: what the stream holds in memory for itself, when it was last saved.
         live: what the live view shows.
+        repeated: images with the same bytes as one of the RECENT_IMAGES before.
     """
 
     def __init__(self, name: str, method: Adapting, update_images: int, thumbnails: int = 0):
@@ -59,6 +63,7 @@ class Stream:
             self.gather = 1 if gathered is None else gathered.images
         self.live = Live(thumbnails)
         self.kept: list[Tensor] = []
+        self._recent: deque[bytes] = deque(maxlen=RECENT_IMAGES)  # digests of the last images
         self.changed_at: float | None = None
         self.unsaved = 0
         self.bytes = 0
@@ -67,6 +72,7 @@ class Stream:
     def _begin(self) -> None:
         self.images = 0
         self.dropped = 0
+        self.repeated = 0
         self.entropy: float | None = None
         self.shifts = 0
         self.recalled = 0
@@ -90,28 +96,48 @@ class Stream:
         return guarded is not None and (guarded.watch.shadow or guarded.watch.resting)
 
     def answer(self, x: Tensor) -> Answer:
-        """Predict the images, keep them for an update, and look for a shift."""
+        """Predict the images, keep them for an update, and look for a shift. Images that repeat are only predicted."""
+        new = self._are_new(x)
+        if not bool(new.any()):
+            return Answer(self._tell(x, self.method.predict(x)), self.method.updates, False)
         before = _place(self.method)
         guarded = _wrapper(self.method, Guarded)
         events = 0 if guarded is None else len(guarded.watch.events)
         learning = self.method.learning
-        logits = self.method.step(x, learn=not self.gather).logits
+        probabilities = self._tell(x, self.method.step(x, learn=not self.gather).logits)
+        if guarded is not None:
+            self._note_guard(guarded.watch.events[events:])
+            learning = learning and not guarded.watch.resting
+            if learning:
+                new = new & guarded.shown
+        shifted = self._note_shift(before)
+        if self.gather and learning and bool(new.any()):
+            self._keep(x[new])
+        return Answer(probabilities, self.method.updates, shifted)
+
+    def _tell(self, x: Tensor, logits: Tensor) -> Tensor:
+        """Return the probabilities (n, C), and follow them."""
         if not bool(logits.isfinite().all()):
             raise RuntimeError(f"stream {self.name!r} gives invalid predictions: reset it")
         probabilities = logits.softmax(1).cpu()
         self._follow(probabilities)
         self.live.answered(x, probabilities, self.images)
         self.images += len(x)
-        if guarded is not None:
-            self._note_guard(guarded.watch.events[events:])
-            learning = learning and not guarded.watch.resting
-            if learning:
-                x = x[guarded.shown]
-        shifted = self._note_shift(before)
-        if self.gather and learning and len(x):
-            self._keep(x)
         self._changed()
-        return Answer(probabilities, self.method.updates, shifted)
+        return probabilities
+
+    def _are_new(self, x: Tensor) -> Tensor:
+        """Return which images differ from the last RECENT_IMAGES: (n,) of bool. The others are counted as repeated.
+
+        Many copies of one image would teach only its class, and running statistics would forget all others.
+        """
+        new = torch.ones(len(x), dtype=torch.bool)
+        for i, image in enumerate(x.cpu().numpy()):
+            digest = hashlib.blake2b(image.tobytes(), digest_size=16).digest()
+            new[i] = digest not in self._recent
+            self._recent.append(digest)
+        self.repeated += int((~new).sum())
+        return new
 
     def learn(self) -> None:
         """Make one update from the kept images, at most `update_images` of them."""
@@ -166,6 +192,7 @@ class Stream:
             "skipped": self.method.skipped,
             "waiting": self.waiting,
             "dropped": self.dropped,
+            "repeated": self.repeated,
             "entropy": self.entropy,
             "shifts": self.shifts,
             "recalled": self.recalled,
@@ -179,13 +206,14 @@ class Stream:
 
     def counts(self) -> dict[str, Any]:
         """Return the counts as plain values."""
-        names = ("images", "dropped", "entropy", "shifts", "recalled", "alarms")
+        names = ("images", "dropped", "repeated", "entropy", "shifts", "recalled", "alarms")
         return {**{name: getattr(self, name) for name in names}, "frozen": self.method.paused}
 
     def load_counts(self, counts: dict[str, Any]) -> None:
         """Load what `counts` gave."""
         self.images = int(counts["images"])
         self.dropped = int(counts["dropped"])
+        self.repeated = int(counts.get("repeated", 0))  # services before 0.3 did not count them
         self.entropy = counts["entropy"]
         self.shifts = int(counts["shifts"])
         self.recalled = int(counts["recalled"])
@@ -238,6 +266,8 @@ class Stream:
 
     def _keep(self, x: Tensor) -> None:
         """Keep the images; drop the oldest if learning does not keep up."""
+        if not len(x):
+            return
         self.kept.append(x)
         most = KEEP_BATCHES * max(self.update_images, self.gather)
         while self.waiting > most:

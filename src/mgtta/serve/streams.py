@@ -56,6 +56,7 @@ LEAST_RETRY_SECONDS = 1
 FIRST_IMAGE_SECONDS = 0.01  # the guess of an image's cost before one is measured
 COST_IMAGES = 64  # that the running mean of an image's cost looks back on
 ASK_IMAGES = 16
+LEAST_PROBABILITY = 1e-30  # so that its logarithm is finite
 ASK_SECONDS = 0.5
 
 
@@ -161,7 +162,7 @@ class Streams:
         side: of the images in pixels.
         folder: for the saved states.
         calibration: what `mgtta.calibrate` gave, for the live view's estimate of accuracy.
-        shared: other processes use the folder, too; no two of them have the same stream.
+        shared: other processes of the same service use the folder, too; the last one that is asked for a stream has it.
 
     Attributes:
         totals: counts since the start, by name.
@@ -262,7 +263,7 @@ class Streams:
         """Return what is known about a stream: its counts, its running entropy and whether it is frozen."""
         with self._change:
             known = self._reports.get(name)
-        if known is None:
+        if known is None or not self.store.holds(name):
             return self._ask(name, lambda stream: stream.report())
         future: Future[dict[str, Any]] = Future()
         future.set_result(known)
@@ -372,7 +373,7 @@ class Streams:
             log.exception("the service has failed")
         finally:
             self._refuse_all()
-            for stream in self._loaded.values():
+            for stream in list(self._loaded.values()):
                 self._save(stream)
 
     def _round(self, turns: list[str]) -> None:
@@ -513,19 +514,22 @@ class Streams:
         """Return the probabilities that the adapted and the source model are right, (n, 2); None if nobody can tell."""
         if self.calibration is None:
             return None
-        return self.calibration.estimates(torch.stack([s.probabilities for s in sampled]).log(), logits)
+        given = torch.stack([s.probabilities for s in sampled])
+        return self.calibration.estimates(given.clamp(min=LEAST_PROBABILITY).log(), logits)
 
     # --- which streams are in memory
 
     def _stream(self, name: str, fresh: bool) -> Stream:
         """Return a stream, loaded if need be; with `fresh`, its saved state is not read."""
         stream = self._loaded.get(name)
-        if stream is not None:
+        if stream is not None and self.store.holds(name):
             self._loaded.move_to_end(name)
             return stream
+        self._leave(name)
         while len(self._loaded) >= self.limits.loaded_streams:
             self._evict()
         stream = Stream(name, stream_copy(self.method), self.limits.batch_images, self.limits.thumbnails)
+        self.store.claim(stream)
         if not fresh and self.store.load(stream):
             self.totals["loads"] += 1
         else:
@@ -540,11 +544,16 @@ class Streams:
         stream.drop_kept()
         if stream.changed_at is not None:
             self._write(stream)
+        self._leave(name)
         with self._change:
-            del self._loaded[name]
-            self._alone.discard(name)
             self._reports[name] = stream.report()
         self.totals["evictions"] += 1
+
+    def _leave(self, name: str) -> None:
+        """Remove a stream from memory as it is."""
+        with self._change:
+            self._loaded.pop(name, None)
+            self._alone.discard(name)
 
     def _save_times(self) -> dict[str, float]:
         """Return when each loaded stream must be saved; those without a change are left out."""
@@ -582,7 +591,10 @@ class Streams:
     def _write(self, stream: Stream) -> None:
         began = time.monotonic()
         stream.bytes = own_bytes(stream.method, self.method)
-        self.store.save(stream)
+        if not self.store.save(stream):
+            log.warning("another process has stream %s now: what is not saved here is lost", stream.name)
+            self._leave(stream.name)
+            return
         self.totals["saves"] += 1
         self.busy_seconds["save"] += time.monotonic() - began
         with self._change:

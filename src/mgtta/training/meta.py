@@ -81,7 +81,7 @@ def meta_train(
         validation: labelled batches that can be iterated more than once. The generator is judged by its accuracy on
             them at `validation_lr`; without them, by the mean objective over the training images.
         checkpoint: checkpoint file, written after each pass or episode; if it exists, the training resumes from it.
-        pull: after each update the model's parameters go this share of the way back to the source, as in `create`.
+        pull: after each update the model's parameters move this share of the distance to the source, as in `create`.
         mirror: every image is seen with its mirror image, as by mgtta+.
         episodes: "passes" over the images, as in the paper, or "streams": episodes of `episode_steps` batches of one
             domain, of changing domains or of mixed domains, most of them from the source model, while `outer_lr`
@@ -251,7 +251,7 @@ class _Trainer:
 
     @torch.no_grad()
     def move_theta(self) -> None:
-        """theta_{t+1} = theta_t - lr * update_t; then theta goes the share `pull` of the way back to the source."""
+        """theta_{t+1} = theta_t - lr * update_t; then theta moves the share `pull` of the distance to the source."""
         assert self.update is not None
         updates = self.update.split([p.numel() for p in self.theta])
         for p, update, origin in zip(self.theta, updates, self.origin, strict=True):
@@ -415,7 +415,7 @@ def _check(steps: int, pull: float) -> None:
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
     if not 0 <= pull < 1:
-        raise ValueError(f"pull is a share of the way back to the source: at least 0 and below 1, not {pull}")
+        raise ValueError(f"pull is a share of the distance to the source: at least 0 and below 1, not {pull}")
 
 
 def _episodes(name: str, images: Any, batch_size: int, seed: int, steps: int) -> Episodes:

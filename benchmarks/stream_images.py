@@ -1,0 +1,107 @@
+"""The images of benchmarks/streams.py: corrupted once, written to one file, which all its processes read."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import imagenet
+import numpy as np
+import torch
+from torch import Tensor
+
+from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS, corrupt
+from mgtta.data.streams import GRADUAL
+
+GRADUAL_IMAGES = 100  # of each corruption and severity
+TRIAL_IMAGES = 320  # of each corruption, in streams for choosing settings
+CORRUPTED_AT_ONCE = 50  # images
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network with real weights.
+
+    Attributes:
+        words: for the page.
+        test: its test images, in words.
+        validation: the images for choosing, in words.
+        constants: of the corruptions; "cifar": of images of 32 pixels, from .npz files.
+    """
+
+    model: str
+    words: str
+    test: str
+    validation: str
+    constants: str = "imagenet"
+
+
+IMAGENET = ("2,000 ImageNet validation images (shards 1 and 2)", "872 images of shard 0")
+CIFAR10 = ("the 10,000 test images of CIFAR-10", "872 training images")
+NETWORKS = {
+    "deit_tiny": Network("deit_tiny_patch16_224", "DeiT-Tiny", *IMAGENET),
+    "resnet50": Network("keras_resnet50", "ResNet-50", *IMAGENET),
+    "efficientnet_lite0": Network("tf_efficientnet_lite0", "EfficientNet-Lite0", *IMAGENET),
+    "cifar10": Network("cifar_resnet56", "ResNet-56", *CIFAR10, "cifar"),
+}
+
+
+def make(args: argparse.Namespace) -> Path:
+    """Write the images under all corruptions, and what methods need; return the file."""
+    args.folder.mkdir(parents=True, exist_ok=True)
+    path = args.folder / f"{args.network}_{args.streams}.pt"
+    network = NETWORKS[args.network]
+    clean, test = _cifar10(args) if network.constants == "cifar" else _imagenet(args)
+    held = test
+    names = CORRUPTIONS
+    if args.streams != "test":
+        held = clean.part(imagenet.CHOOSING)
+        names = VALIDATION_CORRUPTIONS
+    if args.streams == "trial":
+        held = held.part(slice(0, TRIAL_IMAGES))
+    sets = {"clean": held.x}
+    sets |= {name: _corrupted(held.x, name, 5, network.constants, args.device) for name in names}
+    if args.streams != "trial":
+        for name in names:
+            for severity in sorted(set(GRADUAL)):
+                few = held.x[:GRADUAL_IMAGES]
+                sets[f"{name}/{severity}"] = _corrupted(few, name, severity, network.constants, args.device)
+    lengths = [len(images) for images in sets.values()]
+    made = {
+        "images": torch.cat(list(sets.values())),
+        "sets": {
+            name: (sum(lengths[:k]), lengths[k]) for k, name in enumerate(sets)
+        },  # where it begins, and its length
+        "names": names,
+        "labels": held.labels,
+        "clean": clean.x,
+        "split": "test" if args.streams == "test" else "validation",
+        "model": network.model,
+        "checkpoint": str(args.checkpoint),
+    }
+    torch.save(made, path)
+    return path
+
+
+def _imagenet(args: argparse.Namespace) -> tuple[imagenet.Held, imagenet.Held]:
+    """Return shard 0, and the test images if they are asked for."""
+    test = imagenet.shard(args.data, 1, 2) if args.streams == "test" else imagenet.Held(torch.empty(0), torch.empty(0))
+    return imagenet.shard(args.data, 0), test
+
+
+def _cifar10(args: argparse.Namespace) -> tuple[imagenet.Held, imagenet.Held]:
+    """Return 1,000 training images, and the test images."""
+
+    def held(name: str) -> imagenet.Held:
+        found: Any = np.load(args.data / f"cifar10_{name}.npz")
+        x = torch.from_numpy(found["images"]).permute(0, 3, 1, 2).contiguous()
+        return imagenet.Held(x, torch.from_numpy(found["labels"]).long())
+
+    return held("validation"), held("test")
+
+
+def _corrupted(x: Tensor, name: str, severity: int, constants: str, device: str) -> Tensor:
+    parts = zip(x.split(CORRUPTED_AT_ONCE), torch.arange(len(x)).split(CORRUPTED_AT_ONCE), strict=True)
+    return torch.cat(
+        [corrupt(part.to(device), name, severity, index=index, constants=constants).cpu() for part, index in parts]
+    )
