@@ -2,7 +2,7 @@
 
 Characters: the stream is one of the four validation corruptions, and estimates are calibrated on the other three. The
 first half of the stream is the sample; accuracy is over the whole stream. ImageNet images: the cells of
-benchmarks/estimate.py, with one learning rate for each method; each corruption's estimate is calibrated without it.
+benchmarks/estimate.py, each method at its defaults; each validation corruption's estimate is calibrated without it.
 
 python benchmarks/tune.py --images 128 --out results
 python benchmarks/tune.py --work FOLDER --out results
@@ -72,9 +72,10 @@ def accuracy(model: mgtta.Classifier, source: object, candidate: Candidate, x: t
 
 
 def from_cells(work: Path, part: str) -> list[dict]:
-    """Return a row for each corruption of ImageNet images whose cells are finished for all methods."""
-    methods = list(estimate.METHODS["imagenet"])
-    calibration = {m: estimate.read(work, "imagenet", "calibration", m) for m in methods}
+    """Return a row for each corruption of ImageNet images, from the methods whose calibration is finished."""
+    every = estimate.METHODS["imagenet"]
+    calibration = {m: estimate.read(work, "imagenet", "calibration", m) for m in every}
+    methods = [m for m, cells in calibration.items() if estimate.is_complete(cells)]
     measured = {m: estimate.read(work, "imagenet", part, m) for m in methods}
     rows = []
     hardest = [f"{corruption}/5" for corruption in VALIDATION_CORRUPTIONS]
@@ -111,7 +112,7 @@ def row(setting: str, domain: str, chosen: str, true: dict, estimates: dict, sur
 def page(rows: list[dict]) -> str:
     parts = ["# Choosing a method without labels", __doc__.split("\n\n")[1].replace("\n", " ")]
     parts.append("`python benchmarks/tune.py --images 128 --out results`; ImageNet images: `--work FOLDER`, as above.")
-    parts.append("Streams have 128 images, so one image is 0.8 points. mgtta+ is revision 0 of the recipe.")
+    parts.append("Streams of characters have 128 images, so one image is 0.8 points; the cells have 384.")
     for setting in dict.fromkeys(row["setting"] for row in rows):
         mine = [row for row in rows if row["setting"] == setting]
         lines = [
