@@ -248,11 +248,16 @@ def read(work: Path, name: str, part: str, method: str) -> dict[str, Cell]:
     return {d: Cell(**torch.load(path, weights_only=True)) for d, path in paths.items() if path.exists()}
 
 
+def is_complete(cells: dict[str, Cell]) -> bool:
+    """Return whether these are all cells of a calibration."""
+    return len(cells) == 1 + len(SEVERITIES) * len(VALIDATION_CORRUPTIONS)
+
+
 def measured(work: Path, name: str) -> Iterator[dict]:
     """Yield a row for each cell of the test: truth and estimates."""
     for method in METHODS[name]:
         cells = read(work, name, "calibration", method)
-        if len(cells) < 1 + len(SEVERITIES) * len(VALIDATION_CORRUPTIONS):
+        if not is_complete(cells):
             continue
         scale = clean_scale(cells[CLEAN])
         shifted = by_corruption(cells, scale)
