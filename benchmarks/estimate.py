@@ -22,6 +22,7 @@ from pages import table
 
 import mgtta
 from mgtta._lib.files import atomic
+from mgtta._lib.names import spelled
 from mgtta.adaptation.estimate import probability, spread
 from mgtta.adaptation.wrapper import innermost
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
@@ -331,7 +332,7 @@ def summary(rows: list[dict], name: str) -> str:
         f"gain over the source model is off by {mean(gains):.1f} points on average; where the true gain is above 2 "
         f"points, or below -2, its sign is right in {len(agreeing)} of {len(signs)} cells."
     )
-    return table(["estimate", *methods, "all"], lines, right=True) + "\n\n" + notes
+    return table(["estimate", *map(spelled, methods), "all"], lines, right=True) + "\n\n" + notes
 
 
 def gain(row: dict) -> float:
@@ -353,7 +354,7 @@ def every_cell(rows: list[dict]) -> str:
             row = by_cell.get((domain, method))
             cells.append("" if row is None else f"{row['accuracy']:.1f} / {row['estimates']['mgtta.calibrate']:.1f}")
         lines.append([domain, *cells])
-    shown = table(["corruption", *methods], lines, right=True)
+    shown = table(["corruption", *map(spelled, methods)], lines, right=True)
     return f"True accuracy / estimate (`mgtta.calibrate`), percent:\n\n{shown}"
 
 
