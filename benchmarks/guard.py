@@ -392,7 +392,8 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
         mean = statistics.fmean(row["plain"] - row["guarded"] for row in benign)
         found.append(
             f"- Benign streams (default rates, batches of 64, {len(benign)} cells): the guard costs {mean:.2f} points "
-            f"on average and at most {cost['plain'] - cost['guarded']:.2f} ({cost['stream']}, {spelled(cost['method'])})."
+            f"on average and at most {cost['plain'] - cost['guarded']:.2f} ({cost['stream']}, "
+            f"{spelled(cost['method'])})."
         )
     return found
 
