@@ -115,7 +115,7 @@ class ImageStore:
             with atomic(path) as temporary, open(temporary, "wb") as file:
                 np.lib.format.write_array_header_1_0(file, header)
                 for batch in made:
-                    file.write(batch.x.cpu().numpy().data)
+                    file.write(batch.x.cpu().numpy().tobytes())
                     done += len(batch.x)
                     if done % REPORT == 0 or done == len(numbers):
                         self.say(f"{path.stem.rpartition('-')[0]}: {done} of {len(numbers)} images are stored")
