@@ -22,6 +22,7 @@ from pages import table
 
 import mgtta
 from mgtta._lib.files import atomic
+from mgtta._lib.names import spelled
 from mgtta.adaptation.estimate import probability, spread
 from mgtta.adaptation.wrapper import innermost
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
@@ -248,11 +249,16 @@ def read(work: Path, name: str, part: str, method: str) -> dict[str, Cell]:
     return {d: Cell(**torch.load(path, weights_only=True)) for d, path in paths.items() if path.exists()}
 
 
+def is_complete(cells: dict[str, Cell]) -> bool:
+    """Return whether these are all cells of a calibration."""
+    return len(cells) == 1 + len(SEVERITIES) * len(VALIDATION_CORRUPTIONS)
+
+
 def measured(work: Path, name: str) -> Iterator[dict]:
     """Yield a row for each cell of the test: truth and estimates."""
     for method in METHODS[name]:
         cells = read(work, name, "calibration", method)
-        if len(cells) < 1 + len(SEVERITIES) * len(VALIDATION_CORRUPTIONS):
+        if not is_complete(cells):
             continue
         scale = clean_scale(cells[CLEAN])
         shifted = by_corruption(cells, scale)
@@ -326,7 +332,7 @@ def summary(rows: list[dict], name: str) -> str:
         f"gain over the source model is off by {mean(gains):.1f} points on average; where the true gain is above 2 "
         f"points, or below -2, its sign is right in {len(agreeing)} of {len(signs)} cells."
     )
-    return table(["estimate", *methods, "all"], lines, right=True) + "\n\n" + notes
+    return table(["estimate", *map(spelled, methods), "all"], lines, right=True) + "\n\n" + notes
 
 
 def gain(row: dict) -> float:
@@ -348,7 +354,7 @@ def every_cell(rows: list[dict]) -> str:
             row = by_cell.get((domain, method))
             cells.append("" if row is None else f"{row['accuracy']:.1f} / {row['estimates']['mgtta.calibrate']:.1f}")
         lines.append([domain, *cells])
-    shown = table(["corruption", *methods], lines, right=True)
+    shown = table(["corruption", *map(spelled, methods)], lines, right=True)
     return f"True accuracy / estimate (`mgtta.calibrate`), percent:\n\n{shown}"
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 import mgtta
 from mgtta._lib.files import atomic
+from mgtta._lib.names import spelled
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS, corrupt
 from mgtta.data.glyphs import TRAIN_SEED, Glyphs
 from mgtta.methods.registry import recipe
@@ -356,7 +357,7 @@ def command(args: argparse.Namespace) -> str:
 
 def line(row: dict[str, Any]) -> str:
     figures = " ".join(f"{which} {row[which]:.1f}" for which in ("noadapt", "plain", "guarded") if which in row)
-    return f"{row['data']} {row['stream']} {row['method']} {row['rate']}: {figures}, {row['alarms']} alarms"
+    return f"{row['data']} {row['stream']} {spelled(row['method'])} {row['rate']}: {figures}, {row['alarms']} alarms"
 
 
 def gain(row: dict[str, Any], which: str = "guarded") -> float:
@@ -374,7 +375,7 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
     found = [
         f"- {len(rows)} cells. Guarded methods are more than 1.0 point below NoAdapt in {len(below)} of them, and by "
         f"more than two standard errors in {len(surely)}; plain ones are in {len(plain)} of {len(paired)}. The worst "
-        f"guarded one is {gain(worst):+.1f} ({worst['stream']}, {worst['method']}, {worst['rate']})."
+        f"guarded one is {gain(worst):+.1f} ({worst['stream']}, {spelled(worst['method'])}, {worst['rate']})."
     ]
     gaining = [row for row in paired if gain(row, "plain") > 1]
     if gaining:
@@ -391,7 +392,8 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
         mean = statistics.fmean(row["plain"] - row["guarded"] for row in benign)
         found.append(
             f"- Benign streams (default rates, batches of 64, {len(benign)} cells): the guard costs {mean:.2f} points "
-            f"on average and at most {cost['plain'] - cost['guarded']:.2f} ({cost['stream']}, {cost['method']})."
+            f"on average and at most {cost['plain'] - cost['guarded']:.2f} ({cost['stream']}, "
+            f"{spelled(cost['method'])})."
         )
     return found
 
@@ -466,7 +468,7 @@ def cell_table(rows: list[dict[str, Any]]) -> str:
     lines = [
         [
             row["stream"],
-            row["method"],
+            spelled(row["method"]),
             row["rate"],
             f"{row['images']:,}",
             *(f"{row[which]:.1f}" if which in row else "" for which in ("noadapt", "plain", "guarded")),

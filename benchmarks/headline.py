@@ -108,8 +108,7 @@ def _streams(section: Section, title: str, several: bool) -> Ranked:
     columns = [MEAN, *section.columns]
     marked = {(row, column) for column in columns for row in best(accuracy, column)}
     names = _row_names(section)
-    still = next((accuracy[row] for row, method in section.rows.items() if method == "noadapt"), {})
-    ranked = sorted(section.rows, key=lambda row: -_gain_over(still, accuracy[row]))
+    ranked = _ranked(accuracy, columns)
     rows = []
     for row in ranked:
         cells = [_plus_minus(accuracy[row].get(c), (row, c) in marked) for c in columns]
@@ -125,12 +124,12 @@ def _streams(section: Section, title: str, several: bool) -> Ranked:
     return Ranked(title, [first, "mean", "ECE", *heads], rows)
 
 
-def _gain_over(still: dict[str, Figure], cells: dict[str, Figure]) -> float:
-    """Return the mean gain over NoAdapt, by which rows are sorted, over the kinds that a row has."""
-    gains = [figure.mean - still[kind].mean for kind, figure in cells.items() if kind in still and kind != MEAN]
-    if not gains:
-        return -math.inf
-    return statistics.mean(gains)
+def _ranked(accuracy: dict[str, dict[str, Figure]], columns: Sequence[str]) -> list[str]:
+    """Return the rows, the best first: by the mean, or, where rows lack it, by the first column that most rows have."""
+    known = {column: sum(column in cells for cells in accuracy.values()) for column in columns}
+    by = max(columns, key=known.__getitem__)
+    last = Figure.of([-math.inf])
+    return sorted(accuracy, key=lambda row: -accuracy[row].get(by, last).mean)
 
 
 def gain_words(records: Sequence[Record]) -> str:

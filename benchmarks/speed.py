@@ -14,8 +14,8 @@ data      images a second that the loader gives from JPEG tars, against its numb
 evaluate  what `evaluate` adds to many batches of one
 growth    time and memory against batch size, model and the generator's hidden size
 accuracy  DeiT-Tiny on ImageNet under the 15 corruptions: the fast path against float32, schedule="auto" against always
-paths     five corruptions: other methods on the fast path against float32, and MGTTA+ with mirrored twins at all, at
-          no, or at the first batches of a domain; DeiT-Tiny, or without --data an embedded model
+paths     five corruptions: other methods on the fast path against float32; DeiT-Tiny, or an embedded model
+twins     the same corruptions: MGTTA+ with mirrored twins at all, at the first, or at no batches of a domain
 
 Weights are random where the package ships none: they don't change the work. The contenders take turns in an order drawn
 anew for each round; a figure is the median over rounds, after each has been warmed up. On a CPU a turn is a batch, and
@@ -44,7 +44,7 @@ from typing import Any
 
 import torch
 from speed_pages import ALONE, PARTS, VISIT, WAYS, page, plot
-from speed_parts import decoding, evaluation, methods, networks, paths, plus, shuffled, single, start
+from speed_parts import decoding, evaluation, methods, networks, paths, plus, shuffled, single, start, twins
 from speed_tools import Contender, Deadline, classifier, clock, images, measure, method_of, tent_as_usual
 from torch import Tensor, nn
 
@@ -325,6 +325,7 @@ RUN: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "growth": growth,
     "accuracy": accuracy,
     "paths": paths,
+    "twins": twins,
 }
 
 
@@ -374,7 +375,7 @@ def main() -> None:
             "took": time.perf_counter() - began,
         }
         which = dict.fromkeys(("step", "plus"), f" {args.model} {args.batch} {args.device}")
-        which["paths"] = f" {'DeiT-Tiny' if args.data is not None else args.model}"
+        which |= dict.fromkeys(("paths", "twins"), f" {'DeiT-Tiny' if args.data is not None else args.model}")
         which |= dict.fromkeys(("growth", "start", "single", "evaluate"), f" {args.device}")
         key = part + which.get(part, "")
         result[key] = {**about, **found}

@@ -10,7 +10,7 @@ from pages import table
 from mgtta._lib.files import atomic
 
 VISIT = ("step", "plus", "methods", "single", "start", "networks", "data", "evaluate")
-PARTS = (*VISIT, "growth", "accuracy", "paths")
+PARTS = (*VISIT, "growth", "accuracy", "paths", "twins")
 BATCHES = 782  # of 64 images: the 50,000 of one corruption
 ALONE = "the generator's step"  # and three ways to take it
 WAYS = ("as released, parameter by parameter", "batched", "fast path")
@@ -31,6 +31,7 @@ def page(result: dict[str, Any]) -> str:
         "growth": growth_page,
         "accuracy": accuracy,
         "paths": paths_page,
+        "twins": twins_page,
     }
     parts = [
         f"{makers[name](part)}\n\nCommand: `{part['command']}` ({part['where']}, torch {part['torch']})"
@@ -222,20 +223,42 @@ def evaluate_page(part: dict[str, Any]) -> str:
 
 
 def paths_page(part: dict[str, Any]) -> str:
+    found = {(row["name"], row["precision"]): row["top1"] for row in part["rows"]}
+    lines = []
+    for name in dict.fromkeys(row["name"] for row in part["rows"]):
+        exact = found[name, "fp32"]
+        quick = found.get((name, "bf16"))
+        if quick is not None:
+            label = f"{name}, mirror=False" if name == "mgtta_plus" else name
+            lines.append([label, _spread(exact), _spread(quick), _difference(quick, mean(exact))])
+    head = ["", "fp32, top-1, %", "bf16, top-1, %", "difference"]
+    return f"## Accuracy by path: {_where(part)}\n\n{table(head, lines, right=True)}\n\n{_how(part)}"
+
+
+def twins_page(part: dict[str, Any]) -> str:
+    whole = part["rows"][0]["seconds"]
     lines = []
     for row in part["rows"]:
-        twins = ""
-        if row["name"] == "mgtta_plus":
-            twins = "every batch"
-            if row.get("mirror") is False:
-                twins = "none"
-            if row["twins"] is not None:
-                twins = f"the first {row['twins']} batches of a domain"
-        lines.append([row["name"], row["precision"], twins, _spread(row["top1"])])
+        when = "every batch" if row["mirror"] else "no batch"
+        if row["at first"] is not None:
+            when = f"the first {row['at first']} of a domain"
+        lines.append([when, _spread(row["top1"]), f"{row['seconds'] / whole:.2f}"])
+    head = ["mirrored twins at", "top-1, %", "time"]
+    return f"## MGTTA+ with fewer twins: {_where(part)}\n\n{table(head, lines, right=True)}\n\n{_how(part)}"
+
+
+def _where(part: dict[str, Any]) -> str:
+    return f"{part['model']}, {part['images']} images under each of {len(part['corruptions'])} corruptions"
+
+
+def _how(part: dict[str, Any]) -> str:
+    orders = len(part["rows"][0]["top1"])
+    batches = part["batches"] // len(part["corruptions"])
     named = ", ".join(part["corruptions"])
-    title = f"## Accuracy by path: {part['model']}, {part['images']} images under each of {len(part['corruptions'])}"
-    told = f"{named}; reset before each. Mean and standard deviation of {len(part['rows'][0]['top1'])} orders."
-    return f"{title} corruptions\n\n{table(['', 'precision', 'twins', 'top-1, %'], lines, right=True)}\n\n{told}"
+    return (
+        f"{named}; {batches} batches of each, and a reset before it. Mean and standard deviation of {orders} orders of "
+        "the images."
+    )
 
 
 def growth_page(part: dict[str, Any]) -> str:

@@ -28,7 +28,7 @@ from mgtta.data.glyphs import TRAIN_SEED, Glyphs
 from mgtta.data.patterns import Patterns
 from mgtta.methods.registry import recipe
 from mgtta.running import tune
-from mgtta.running.calibrate import clean_truth
+from mgtta.running.calibrate import clean_logits, clean_truth
 from mgtta.running.tune import Candidate, Tuning
 
 SEVERITY = 5
@@ -100,7 +100,7 @@ def measured(name: str, found: Setting, device: str) -> list[dict]:
     """Return a row for each validation corruption."""
     copies = corrupted(found.clean, device)
     streams = corrupted(found.images, device)
-    truth = clean_truth(found.model, found.clean, None, found.batch_size)
+    truth = clean_truth(clean_logits(found.model, found.clean, found.batch_size), None)
     few = tune.batch_of_copies(len(found.clean), found.batch_size)
     right: list[tuple[Candidate, dict[str, Tensor]]] = []
     accuracy: dict[str, dict[str, float]] = {target: {} for target in streams}

@@ -115,7 +115,7 @@ def test_the_readmes_tables_begin_with_the_best_and_are_short(monkeypatch):
     assert lines[-1] == "[All 10 rows](all.md): 2 more."
     assert "mgtta+: lr 0.1" in headline.settings(records)
     few = [r for r in records if r["method"] in ("noadapt", "mgtta_plus") or r["kind"] == "reset"]
-    assert headline.streams(few)[0].rows[0][0] == "mgtta+"  # a row that lacks a kind is ranked by the others
+    assert headline.streams(few)[0].rows[0][0] == "mgtta+"  # ranked by the kind that all have
     assert "mgtta_plus" not in headline.all_rows(records, "command")
 
 

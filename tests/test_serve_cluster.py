@@ -146,7 +146,7 @@ def test_the_streams_of_a_replica_that_is_killed_go_on_elsewhere(tmp_path):
     x = pictures(8)
     names = [f"camera-{i}" for i in range(12)]
     limits = Limits(wait_seconds=0, save_updates=1, save_seconds=1000)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
         with Cluster(build(), SIDE, tmp_path, limits, replicas=2) as cluster:
             expected = mgtta.load_model(confident_vit())(x[:4]).detach().softmax(1)

@@ -191,6 +191,12 @@ def test_a_disk_that_fills_up_meanwhile_is_named_too(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*.npy*"))
 
 
+def test_images_that_are_not_bytes_are_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"only uint8 images are stored, and these are torch\.float32"):
+        ImageStore(tmp_path).domain(Domain("grey", [(torch.zeros(3, 48, 48), 0)]), "grey", seed=0)
+    assert not list(tmp_path.glob("*.npy*"))
+
+
 def test_a_damaged_file_is_named(tmp_path):
     fog = domains_of(Glyphs(2), ["fog"])
     in_store(ImageStore(tmp_path), fog)

@@ -153,7 +153,8 @@ class Recalled(Wrapper):
         if len(self._held) > 1:
             x = torch.cat(self._held)
         self._held = []
-        self._arriving.send(self._measure(x), self._domains.images)  # a GPU has it ready before it ends the step
+        sums = _sums(self._measure(x))  # a GPU has them ready before it ends the step
+        self._arriving.send(sums, (len(x), self._domains.images))
 
     @torch.no_grad()
     def _measure(self, x: Tensor) -> Tensor:
@@ -184,16 +185,14 @@ class Recalled(Wrapper):
         held = self._arriving.take()
         if held is None:
             return
-        measured, image = held
-        found = summaries(measured.double())
-        sums = torch.cat([found.sum(0), found.square().sum(0)])
+        sums, (n, image) = held
         if not bool(sums.isfinite().all()):
             return
         domains = self._domains
         if domains.total is not None and domains.total.shape == sums.shape:
             sums = sums + domains.total
         domains.total = sums
-        domains.count += len(measured)
+        domains.count += n
         if domains.count >= LOOK_IMAGES:
             n = domains.count
             domains.count = 0
@@ -350,6 +349,12 @@ def first_frozen_layer(method: Method) -> str | None:
             frozen = all(id(p) not in adapted for p in module.parameters())
             return name if frozen else None
     return None
+
+
+def _sums(measured: Tensor) -> Tensor:
+    """Return the sums over images of the summaries and of their squares, (2S,), from what was measured (n, 2, D)."""
+    found = summaries(measured.double())
+    return torch.cat([found.sum(0), found.square().sum(0)])
 
 
 def summaries(measured: Tensor) -> Tensor:

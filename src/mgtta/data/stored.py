@@ -103,9 +103,11 @@ class ImageStore:
         """Write the images of a stream; the caller has the lock."""
         for left in self.folder.glob(f".{path.name}.*"):  # of a process that was killed
             left.unlink()
-        shape = made.domains[0].dataset[int(numbers[0])][0].shape
-        header = {"descr": "|u1", "fortran_order": False, "shape": (len(numbers), *shape)}
-        size = len(numbers) * shape.numel()
+        image = made.domains[0].dataset[int(numbers[0])][0]
+        if image.dtype != torch.uint8:
+            raise TypeError(f"only uint8 images are stored, and these are {image.dtype}")
+        header = {"descr": "|u1", "fortran_order": False, "shape": (len(numbers), *image.shape)}
+        size = len(numbers) * image.nbytes
         if size > shutil.disk_usage(self.folder).free:
             raise self._full(path, size)
         done = 0
@@ -113,7 +115,7 @@ class ImageStore:
             with atomic(path) as temporary, open(temporary, "wb") as file:
                 np.lib.format.write_array_header_1_0(file, header)
                 for batch in made:
-                    file.write(batch.x.cpu().numpy())
+                    file.write(batch.x.cpu().numpy().tobytes())
                     done += len(batch.x)
                     if done % REPORT == 0 or done == len(numbers):
                         self.say(f"{path.stem.rpartition('-')[0]}: {done} of {len(numbers)} images are stored")

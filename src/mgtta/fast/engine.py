@@ -44,8 +44,8 @@ RECOMPILES = 512  # that dynamo allows: all methods of a process share what is c
 KNOWN = tuple(
     f"{package}.{kind}"
     for package in ("timm.models", "torchvision.models")
-    for kind in ("convnext", "resnet", "swin_transformer", "vision_transformer")
-)  # modules of networks that "auto" takes
+    for kind in ("convnext", "swin_transformer", "vision_transformer")
+)  # modules of networks that "auto" takes; ResNets are not faster by it: results/speed.md
 FLOAT8_IS_FOR = "that is for a plain ViT of timm's whose widths 16 divides, where 8-bit floats can be multiplied"
 ATTENTION = [  # the first that works
     SDPBackend.CUDNN_ATTENTION,
@@ -108,7 +108,7 @@ def is_captured(method: Method) -> TypeGuard[ObjectiveMethod]:
 
 
 def is_known(model: Classifier) -> bool:
-    """Return True for networks that are known to run in bfloat16; others may hold float32 tensors of their own."""
+    """Return True for networks that "auto" takes; others may hold float32 tensors of their own, or gain nothing."""
     return type(model.net).__module__ in KNOWN
 
 

@@ -24,7 +24,7 @@ from mgtta.methods.registry import SOURCE, recipe
 from mgtta.models.batches import image_batches
 from mgtta.models.classifier import Classifier
 from mgtta.models.source import SourceStatistics
-from mgtta.running.calibrate import FEWEST_IMAGES, calibrate, clean_truth
+from mgtta.running.calibrate import FEWEST_IMAGES, calibrate, clean_logits, clean_truth
 
 NOADAPT = "noadapt"
 DEFAULT = "mgtta+"  # of `mgtta adapt`
@@ -191,7 +191,7 @@ def tune(
     if len(clean) < FEWEST_IMAGES:
         raise ValueError(f"{len(clean)} clean images: tuning needs at least {FEWEST_IMAGES}, and 256 are enough")
     copies = {name: corrupt(clean.cpu(), name, SEVERITY, seed=seed) for name in corruptions}
-    truth = clean_truth(model, clean, labels, batch_size)
+    truth = clean_truth(clean_logits(model, clean, batch_size), labels)
     few = batch_of_copies(len(clean), batch_size)
     still = copies_right(create(NOADAPT, model), copies, truth, few)
     found = []

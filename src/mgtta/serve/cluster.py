@@ -339,7 +339,10 @@ def connect(address: str) -> tuple[Any, bool]:
     try:
         ray.init(None if address == HERE else address, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:
-        raise ConnectionError(f"no Ray cluster answers at {address}: `ray start --head` starts one") from error
+        raise ConnectionError(
+            f"no Ray cluster answers at {address}: `ray start --head` starts one; if it asks for a token, set "
+            "RAY_AUTH_MODE=token"
+        ) from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)  # Ray's own handler aborts the process
     return ray, True
@@ -351,8 +354,8 @@ def deploy(app: str, arguments: tuple[Any, ...], replicas: int) -> Any:
     from ray.serve.config import RequestRouterConfig
 
     quiet = {"log_level": "WARNING", "enable_access_log": False}
-    serve.start(proxy_location="Disabled", logging_config=quiet)  # the front speaks HTTP itself
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.start(proxy_location="Disabled", logging_config=quiet)  # the front speaks HTTP itself
     serve.delete(app)  # a front that was lost has left it; its replicas save their streams
     router = RequestRouterConfig(request_router_class=ROUTER, request_router_kwargs={"num_fallback_replicas": 0})
     deployment = serve.deployment(
