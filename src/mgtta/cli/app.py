@@ -63,6 +63,12 @@ def main() -> None:
             raise
         typer.secho(f"{_rank()}error: {in_options(str(error))}", fg="red", err=True)
         sys.exit(ERROR_CODE)
+    except SystemExit as ended:
+        if ended.code or not _rank():
+            raise
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # all is done; while Python shuts down, threads of torch.distributed may still abort a rank
 
 
 def _rank() -> str:
