@@ -415,7 +415,8 @@ def page(rows: list[dict[str, Any]]) -> str:
     text += [
         "Top-1 in percent; one seed. Rates: default, the recipe's own; tuned, the best on validation images with "
         "resets; and ten times that. ± is the standard error of guarded - NoAdapt, over the images. The guard was "
-        "chosen on shard 0 under the validation corruptions, and was not changed afterwards. Plain methods are left "
+        "chosen on shard 0 under the validation corruptions (the steadiness of the source on recordings only), and was "
+        "not changed after the test. Plain methods are left "
         f"out in long streams ({', '.join(LONG)}) but for default rates.",
         "",
     ]
