@@ -452,19 +452,20 @@ def page(found: dict[str, Any]) -> str:
     busy = found["busy seconds"]
     whole = sum(busy.values())
     shares = ", ".join(f"{name} {100 * seconds / whole:.0f} %" for name, seconds in busy.items())
+    commands = [f"`OMP_NUM_THREADS={about['threads']} {command}`" for command in found["commands"]]
     return (
         "# The service\n\n"
-        f"`{about['model']}` with `{about['method']}` on {about['cores']} cores, with {about['threads']} thread for "
+        f"`{about['model']}` with `{about['method']}` on {about['cores']} cores, with {about['threads']} threads for "
         f"torch, one image of 48 x 48 pixels in a request. Each figure is the median of {about['repeats']} repetitions "
         f"of {about['seconds']:g} s, after a warm-up. The direct rate was measured before and after each repetition; "
-        '"of direct" compares with the mean of the two, and has the least and the largest ratio in brackets. Other '
-        "programs ran on the machine, so the ratios say more than the rates.\n\n"
+        '"of direct" compares with the mean of the two, and has the least and the largest ratio in brackets. The '
+        "clients ran on the same cores, so the ratios say more than the rates.\n\n"
         f"{table(head, lines)}\n\n"
         f"The computing thread's time: {shares}. `ask` is what the live view's sample costs: the source model is asked "
         f"about one image in eight. The longest time for which answers waited for updates and a save: "
         f"{found['longest pause seconds']:.2f} s.\n\n"
         f"{streams_words(found)}\n\n{overload_words(found['overload'])}\n\n{kill_words(found['kills'])}\n\n"
-        f"Command: {'; then '.join(f'`OMP_NUM_THREADS=1 {command}`' for command in found['commands'])}\n"
+        f"Command: {'; then '.join(commands)}\n"
     )
 
 
