@@ -578,13 +578,17 @@ def write_tree(root, folder_of, n=12):
     return root
 
 
-@pytest.fixture
-def tree(tmp_path):
-    """A folder for each of the 30 characters, so that labels fit the embedded model."""
-    root = write_tree(tmp_path / "tree", lambda label: CLASSES[label])
+def character_tree(root):
+    """Write twelve images in a folder for each of the 30 characters, so that labels fit the embedded model."""
+    write_tree(root, lambda label: CLASSES[label])
     for name in CLASSES:
         (root / name).mkdir(exist_ok=True)
     return root
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return character_tree(tmp_path / "tree")
 
 
 def test_a_checkpoint_with_classes_of_its_own(tmp_path):

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from test_bench import without_timing, write_tree
+from test_bench import character_tree, without_timing, write_tree
 from typer.testing import CliRunner
 
 from mgtta.bench.cells import Cell, Setup
@@ -49,11 +49,7 @@ def assert_same_batches(one, two):
 
 @pytest.fixture
 def tree(tmp_path):
-    """Twelve images in a folder for each of the 30 characters."""
-    root = write_tree(tmp_path / "tree", lambda label: CLASSES[label])
-    for name in CLASSES:
-        (root / name).mkdir(exist_ok=True)
-    return root
+    return character_tree(tmp_path / "tree")
 
 
 @pytest.fixture
