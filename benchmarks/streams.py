@@ -13,10 +13,12 @@ images (continual, mixed, batches of one), and appends to OUT/choices.jsonl. mgt
 `run` takes the best pair of each method, by the mean of the three streams, with gather=16 and recall=16. Records are
 appended to OUT/streams.jsonl; what is there is not run again. OUT/streams.md is their table. With --streams validation
 they are of the validation images, and the files are named so. --alike sets how much alike images must be to count fully
-in mgtta+'s means; inf: all of them do.
+in mgtta+'s means; inf: all of them do. --plain gives mgtta+ balance=False. The kind `long` is the mixed stream eight
+times over, in other orders.
 """
 
 import argparse
+import gc
 import json
 import math
 import statistics
@@ -44,10 +46,11 @@ BATCH_SIZE = 64
 SINGLE_IMAGES = 400  # of each corruption, in batches of one
 TRIAL_SINGLES = 96  # the same, for choosing
 ROUNDS = 10
+LONG = 8  # times the mixed stream
 ROUND_IMAGES = 1000  # of each corruption in a round, at most; half of those that there are
 SEEDS = 3
 KINDS = ("rounds", "one", "continual", "mixed", "labels", "reset", "gradual", "clean")  # the longest first
-SHOWN = ("reset", "continual", "rounds", "mixed", "labels", "one", "gradual", "clean")  # columns
+SHOWN = ("reset", "continual", "rounds", "mixed", "long", "labels", "one", "gradual", "clean")  # columns
 TRIALS = ("one", "continual", "mixed")
 RATES = (1 / 3, 1.0, 3.0)  # that are tried, relative to the recipe's own
 PULLS = (0.0, 0.05)
@@ -97,9 +100,10 @@ class Bench:
                 order = order[self.labels[order].argsort(stable=True)]
             return torch.stack([order, first + order], 1)
 
-        if kind == "mixed":
-            rows = torch.cat([some(name) for name in self.names])
-            yield "mixed", list(rows[torch.randperm(len(rows), generator=random)].split(BATCH_SIZE))
+        if kind in ("mixed", "long"):
+            for _ in range(LONG if kind == "long" else 1):
+                rows = torch.cat([some(name) for name in self.names])
+                yield "mixed", list(rows[torch.randperm(len(rows), generator=random)].split(BATCH_SIZE))
         elif kind == "clean":
             yield "clean", list(some("clean").split(BATCH_SIZE))
         elif kind == "gradual":
@@ -119,6 +123,8 @@ class Bench:
 
     def run(self, name: str, kind: str, seed: int, settings: Settings) -> Records:
         """Return the records of a method on a stream, one for each visit of a domain."""
+        gc.collect()  # the graphs of the method before this one take gigabytes
+        torch.cuda.empty_cache()
         torch.manual_seed(seed)
         needs = {key: value for key, value in self.needs.items() if key in recipe(name).settings}
         method = mgtta.create(name, self.model, precision=self.precision, **needs, **settings)
@@ -215,6 +221,8 @@ def run(args: argparse.Namespace) -> None:
     name = "streams" if args.streams == "test" else args.streams
     if args.alike != _neighbours.ALIKE:
         name += f"_alike_{args.alike:g}"
+    if args.plain:
+        name += "_plain"
     store = args.out / f"{name}.jsonl"
     done = {(record["method"], record["kind"], record["seed"]) for record in read_lines(store)}
     todo = [job for job in jobs(args) if job[:3] not in done]
@@ -231,6 +239,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
     """Return all jobs, method by method; ten rounds, the longest stream, come first."""
     settings = chosen(args.out / "choices.jsonl")
     few = set(args.rounds.split(","))
+    plain = {"balance": False} if args.plain else {}
     found: list[Job] = []
     for given in args.methods.split(","):
         method, _, seeds = given.partition(":")
@@ -238,8 +247,8 @@ def jobs(args: argparse.Namespace) -> list[Job]:
             print(f"{method} has no settings yet: run `choose`", flush=True)
             continue
         for seed in range(int(seeds or args.seeds)):
-            own = [kind for kind in KINDS if kind != "rounds" or (method in few and not seed)]
-            found += [(method, kind, seed, settings.get(method, {})) for kind in own]
+            own = [kind for kind in args.kinds.split(",") if kind != "rounds" or (method in few and not seed)]
+            found += [(method, kind, seed, settings.get(method, {}) | plain) for kind in own]
     return sorted(found, key=lambda job: job[1] != "rounds")
 
 
@@ -311,6 +320,8 @@ def main() -> None:
         if do is run:
             verb.add_argument("--streams", choices=["test", "validation"], default="test")
             verb.add_argument("--alike", type=float, default=_neighbours.ALIKE)
+            verb.add_argument("--plain", action="store_true", help="mgtta+ and its kin with balance=False")
+            verb.add_argument("--kinds", default=",".join(KINDS), help="of stream, the longest first; long is another")
             verb.add_argument("--rounds", default="mgtta_plus,plus_adam", help="methods that run ten rounds, one seed")
             verb.add_argument("--seeds", type=int, default=SEEDS)
     args = parser.parse_args()

@@ -30,6 +30,14 @@ def test_objective_is_eq_7_over_64_at_the_papers_batch():
     torch.testing.assert_close(objective(logits, features, mean, std) * 64, eq7)
 
 
+def test_weights_are_of_the_entropy_of_each_image():
+    logits, features, mean, std = problem(5)
+    weight = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0], dtype=torch.float64)
+    plain = objective(logits, features, mean, std)
+    found = objective(logits, features, mean, std, weight=weight)
+    torch.testing.assert_close(found - plain, ((weight - 1) * entropy(logits)).mean())
+
+
 def test_entropy_of_extreme_logits():
     logits = torch.tensor([[1e4, 0.0, 0.0], [0.0, 0.0, 0.0], [-1e4, 0.0, 0.0]], requires_grad=True)
     values = entropy(logits)

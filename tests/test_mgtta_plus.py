@@ -15,9 +15,11 @@ import mgtta
 from mgtta._lib.ranks import ALONE
 from mgtta.adaptation.wrapper import Wrapper, innermost
 from mgtta.fast.vit import ViT
+from mgtta.losses import fair_share
+from mgtta.methods._mirror import ALIKE
 from mgtta.methods._neighbours import ALIKE as NEIGHBOURS_ALIKE
 from mgtta.methods._neighbours import FADING, MEMORY_IMAGES, PRIOR_IMAGES
-from mgtta.methods.mgtta_plus import ALIKE, EARLY
+from mgtta.methods.mgtta_plus import EARLY
 from mgtta.models.head import HeadTap
 
 BARE = {"pull": 0, "gather": 0, "recall": 0}
@@ -38,7 +40,7 @@ def model():
 def test_without_its_pieces_it_is_mgtta(model):
     source = mgtta.source_statistics(model, images(16, seed=99))
     plain = mgtta.create("mgtta", model, source=source, generator=random_generator(), lr=0.01, trade_off=0.8)
-    same = make(model, lr=0.01, recentre=0.0, mirror=False, decay=math.inf)
+    same = make(model, lr=0.01, recentre=0.0, mirror=False, balance=False, decay=math.inf)
     for t in range(3):
         torch.testing.assert_close(same(images(seed=t)), plain(images(seed=t)), rtol=0, atol=0)
 
@@ -62,8 +64,23 @@ def test_its_objective_is_of_both_views(model):
     _, value = method.loss(x)
     logits, features = model.features(torch.cat([x, x.flip(-1)]))
     source = method.source
-    expected = mgtta.objective((logits[:6] + logits[6:]) / 2, features, source.mean, source.std, 0.8)
+    merged = (logits[:6] + logits[6:]) / 2
+    weight = fair_share(merged)
+    expected = mgtta.objective(merged, features, source.mean, source.std, 0.8, weight=weight)
     torch.testing.assert_close(value, expected)
+
+
+def test_a_class_that_takes_all_images_of_a_batch_teaches_little(model):
+    """The gradient of the entropy of images of one class is that of one of them; others keep theirs."""
+    logits = torch.zeros(8, 10)
+    logits[:7, 3] = 2.0
+    logits[7, 5] = 2.0
+    weight = fair_share(logits)
+    torch.testing.assert_close(weight, torch.tensor([1 / 7] * 7 + [1.0]))
+    few = fair_share(torch.eye(2).repeat(4, 1))  # two classes, four images of each: all have their share
+    torch.testing.assert_close(few, torch.ones(8))
+    one = fair_share(torch.tensor([[1.0, 0.0]]).repeat(8, 1))  # two classes, all images of one
+    torch.testing.assert_close(one, torch.full((8,), 0.5))
 
 
 def by_hand(mu, known, keys):
@@ -104,7 +121,7 @@ def test_images_of_two_kinds_have_means_of_their_own(model):
     means = near.means(keys, values, mu, ALONE)
     assert (means[:6] < -0.3).all()  # the source's mean counts for more than they do
     assert (means[6:] > 0.3).all()
-    for _ in range(20):
+    for _ in range(30):
         near.remember(keys, values, ALONE)
     assert near.known.sum() == MEMORY_IMAGES
     torch.testing.assert_close(near.keys[-12:], keys)

@@ -24,6 +24,18 @@ def symmetric_cross_entropy(a: Tensor, b: Tensor) -> Tensor:
     return (cross_entropy(a, b) + cross_entropy(b, a)) / 2
 
 
+def fair_share(logits: Tensor, ranks: Alone = ALONE) -> Tensor:
+    """Return a weight for each image, at most 1, by which no predicted class has more than its share: (N, C) -> (N,).
+
+    A class's share is the weight of N / C images, and of at least one.
+    """
+    own = logits.detach().argmax(1, keepdim=True).float()  # as floats, which ranks can exchange
+    every = ranks.rows(own)
+    share = max(len(every) / logits.shape[1], 1.0)
+    count = (own == every.T).sum(1).to(logits.dtype)
+    return (share / count).clamp(max=1)
+
+
 def discrepancy(features: Sequence[Tensor], mean: Sequence[Tensor], std: Sequence[Tensor]) -> Tensor:
     """Return the second line of Eq. 7: the squared distance of batch statistics from the source's, over all layers.
 
@@ -41,6 +53,7 @@ def objective(
     std: Sequence[Tensor],
     trade_off: float = 0.4,
     ranks: Alone = ALONE,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Return Eq. 7 divided by 64: mean entropy plus trade_off / 64 times the discrepancy.
 
@@ -48,10 +61,14 @@ def objective(
 
     Args:
         ranks: the processes that share the batch; means and deviations are over the whole batch.
+        weight: of the entropy of each image (N,); 1 in the paper.
     """
     _check_layers(features, mean)
     around = torch.cat(list(mean))
-    mean_entropy, found = ranks.moments(entropy(logits), torch.cat(list(features), 1), around)
+    unsure = entropy(logits)
+    if weight is not None:
+        unsure = weight * unsure
+    mean_entropy, found = ranks.moments(unsure, torch.cat(list(features), 1), around)
     return mean_entropy + trade_off / 64 * _distance(found, around, torch.cat(list(std)))
 
 

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from mgtta.models.checks import IMAGE_AXES
 from mgtta.models.classifier import Classifier
 from mgtta.models.head import LOGITS, head_weight
 from mgtta.models.source import SourceStatistics
@@ -45,9 +44,3 @@ def check_head(model: Classifier, x: Tensor, remedy: str) -> None:
             "statistics are older and lack the mean before the head: make them again with "
             f"mgtta.source_statistics(model, clean_images), or {remedy}"
         )
-
-
-def check_mirrored(x: Tensor) -> None:
-    """Raise an error unless the inputs are images, whose last axis can be mirrored."""
-    if isinstance(x, Tensor) and x.ndim != IMAGE_AXES:
-        raise ValueError(f"mirror=True needs images (N, channels, H, W), not {tuple(x.shape)}: give mirror=False")

@@ -4,6 +4,9 @@ Notation    n images; f (n, d) what the head reads, which gives the logits h = W
 The mean m of f over the last images that look like one (see _neighbours.py) tells how far its features lie from the
 source's. Since the head is linear, taking the shift back before it is the same as adding W (mu - m) to the logits. If
 the logits do not come from one layer, f is the logits themselves and W is the identity.
+
+Entropy may draw all images of one kind of shift into one class, the more the more of them are there already, and the
+objective does not show it. So no predicted class has more than its share in the entropy.
 """
 
 import math
@@ -14,17 +17,18 @@ from torch import Tensor, nn
 
 from mgtta.adaptation.method import OptimizerFactory
 from mgtta.adaptation.step import Pass
+from mgtta.losses import fair_share, objective
 from mgtta.methods._descent import Descent, constant_rate
-from mgtta.methods._head import check_head, check_mirrored, through_head
+from mgtta.methods._head import check_head, through_head
+from mgtta.methods._mirror import check_mirrored, mirrors
 from mgtta.methods._neighbours import Neighbours
 from mgtta.methods.mgtta import MGTTA
 from mgtta.methods.registry import GENERATOR, SOURCE, register
 from mgtta.models.classifier import Classifier
 from mgtta.models.export import export_net
 from mgtta.models.head import LOGITS
-from mgtta.models.source import Source, SourceStatistics
+from mgtta.models.source import Source
 
-ALIKE = 0.75  # share of clean images predicted alike when mirrored, from which mirror="auto" mirrors: docs/models.md
 EARLY = 0.25  # of the depth: the layer by whose features images are compared
 OPTIONS = {"pull": 0.05, "gather": 16, "recall": 16}  # one setting for all kinds of stream
 
@@ -35,7 +39,7 @@ OPTIONS = {"pull": 0.05, "gather": 16, "recall": 16}  # one setting for all kind
     descent=Descent(5e-3, "mgg", fixed=True),
     rate_at=constant_rate,
     options=OPTIONS,
-    revision=2,
+    revision=3,
     passes=(2, 2),
 )
 class MGTTAPlus(MGTTA):
@@ -47,6 +51,7 @@ class MGTTAPlus(MGTTA):
     recentre: share of the features' shift from the source that is taken back before the head.
     mirror: True, False (then a step costs what MGTTA's does), or "auto": True if the source model predicts at least
     three of four clean images like their mirror images, which `source_statistics` measures.
+    balance: no class that is predicted has more than its share in the entropy (losses.fair_share).
     decay: the learning rate of step t is lr / sqrt(1 + t / decay); by default it does not fall.
     """
 
@@ -59,11 +64,13 @@ class MGTTAPlus(MGTTA):
         trade_off: float = 0.8,
         recentre: float = 1.0,
         mirror: bool | str = "auto",
+        balance: bool = True,
         decay: float = math.inf,
     ):
         super().__init__(model, optimizer, source=source, trade_off=trade_off, decay=decay)
         self.recentre = recentre
-        self.mirror = _mirrors(mirror, self.source)
+        self.balance = balance
+        self.mirror = mirrors(mirror, self.source)
         self._checked = not recentre or self.source.head is not None
         self._layer = None if self.source.head is None else self.source.head_layer  # the head
         if recentre and self.source.head_reads_last_layer is False:
@@ -82,8 +89,7 @@ class MGTTAPlus(MGTTA):
             return x
         check_mirrored(x)
         self.model.check(x)
-        device = self.neighbours.keys.device
-        x = x.to(device, non_blocking=True)  # bytes stay bytes, a quarter of the floats that come of them
+        x = x.to(self.neighbours.keys.device, non_blocking=True)  # bytes, a quarter of the floats that come of them
         return torch.cat([x, x.flip(-1)])
 
     def merge(self, logits: Tensor) -> Tensor:
@@ -93,11 +99,15 @@ class MGTTAPlus(MGTTA):
         return logits.reshape(2, len(logits) // 2, logits.shape[1]).mean(0)
 
     def objective(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
+        """Return Eq. 7, in which no predicted class has more than its share in the entropy."""
         if self.model.reads_head:
             features = features[:-1]
+        weight = fair_share(logits, self.ranks) if self.balance else torch.ones_like(logits[:, 0])
         if self.mirror and self.ranks.size > 1:  # ranks count images by their logits: one row for each view
             logits = logits.repeat(2, 1)
-        return super().objective(logits, features)
+            weight = weight.repeat(2)
+        source = self.source = self.source.to(logits)
+        return objective(logits, features, source.mean, source.std, self.trade_off, self.ranks, weight)
 
     def answer(self, seen: Pass) -> Tensor:
         """Return the logits with the features' shift taken back."""
@@ -137,12 +147,3 @@ class MGTTAPlus(MGTTA):
             return early, last
         views = (2, len(early) // 2)
         return early.unflatten(0, views).mean(0), last.unflatten(0, views).mean(0)
-
-
-def _mirrors(mirror: bool | str, source: SourceStatistics) -> bool:
-    """Return whether images are mirrored, given the setting."""
-    if isinstance(mirror, bool):
-        return mirror
-    if mirror != "auto":
-        raise ValueError(f'mirror must be True, False or "auto", not {mirror!r}')
-    return source.mirrored is None or source.mirrored >= ALIKE  # unknown in older files: mirror, as before

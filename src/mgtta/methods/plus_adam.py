@@ -11,6 +11,7 @@ register(
     what="MGTTA+ moved by Adam instead of the learned optimizer (ours).",
     rate_at=constant_rate,
     options=OPTIONS,
+    revision=3,
     passes=(2, 2),
 )(MGTTAPlus)
 register(
@@ -20,5 +21,6 @@ register(
     what="MGTTA+ moved by plain SGD instead of the learned optimizer (ours).",
     rate_at=constant_rate,
     options=OPTIONS,
+    revision=3,
     passes=(2, 2),
 )(MGTTAPlus)
