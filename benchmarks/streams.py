@@ -254,9 +254,10 @@ def jobs(args: argparse.Namespace) -> list[Job]:
 
 PROTOCOL = """{words}, {images}, batches of 64, one H200 in bfloat16 (precision="auto", the default). Top-1 in percent;
 in parentheses the expected calibration error. With the standard deviation where there are several seeds; empty where a
-stream was not run. rounds: the last one, and in brackets the first and the lowest. mgtta+ has its default settings.
-Every other gradient method has gather=16, recall=16, and the best of six pairs of learning rate and pull, by the mean
-of three short validation streams (continual, mixed, batches of one). The remaining methods are as their recipes are."""
+stream was not run. Of rounds and of the long stream: the last, and in brackets the first and the lowest. mgtta+ has its
+default settings. Every other gradient method has gather=16, recall=16, and the best of six pairs of learning rate and
+pull, by the mean of three short validation streams (continual, mixed, batches of one). The remaining methods are as their
+recipes are."""
 
 
 def page(records: Records, network: str = "deit_tiny", name: str = "streams") -> str:
@@ -286,8 +287,9 @@ def _shown(seeds: dict[int, Records] | None, kind: str) -> str:
     if not seeds:
         return ""
     ece = statistics.fmean(record["ece"] for own in seeds.values() for record in own)
-    if kind == "rounds":
-        first, *others = by_round(seeds[0])
+    if kind in ("rounds", "long"):
+        by_seed = [by_round(own) for own in seeds.values()]
+        first, *others = (statistics.fmean(rounds) for rounds in zip(*by_seed, strict=True))
         return f"{others[-1]:.1f} [{first:.1f}, {min(first, *others):.1f}] ({ece:.1f})"
     means = [statistics.fmean(record["top1"] for record in own) for own in seeds.values()]
     spread = f" ± {statistics.stdev(means):.1f}" if len(means) > 1 else ""
