@@ -256,8 +256,8 @@ PROTOCOL = """{words}, {images}, batches of 64, one H200 in bfloat16 (precision=
 in parentheses the expected calibration error. With the standard deviation where there are several seeds; empty where a
 stream was not run. Of rounds and of the long stream: the last, and in brackets the first and the lowest. mgtta+ has its
 default settings. Every other gradient method has gather=16, recall=16, and the best of six pairs of learning rate and
-pull, by the mean of three short validation streams (continual, mixed, batches of one). The remaining methods are as their
-recipes are."""
+pull, by the mean of three short validation streams (continual, mixed, batches of one). The remaining methods are as
+their recipes are."""
 
 
 def page(records: Records, network: str = "deit_tiny", name: str = "streams") -> str:
