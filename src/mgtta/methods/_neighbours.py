@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mgtta._lib.ranks import Alone
 
-MEMORY_IMAGES = 320  # that are remembered: five batches of 64
+MEMORY_IMAGES = 160  # that are remembered: two batches and a half of 64
 ALIKE = 1.0  # D up to which images are alike and count fully: one that is nearly the same counts no more than others
 FADING = 0.5  # D beyond it over which the weight falls by a factor of e
 PRIOR_IMAGES = 8  # for which the source's mean counts
