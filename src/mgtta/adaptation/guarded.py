@@ -4,7 +4,9 @@ The guard keeps the source model beside the adapting one; they share all weights
 the source about images of the present batch, and estimates from both predictions what adaptation costs (see watch.py).
 
 - Trusted: the method answers. The source is asked about every small batch at first and more and more rarely later; of
-  large batches about a few images now and then; and at once where there is doubt.
+  large batches about a few images now and then.
+- Doubt: there are signs of harm, or hardly anything is known yet. The source is asked about every batch, and the answer
+  is the mean of both models' probabilities.
 - Alarm: the harm is above the tolerance, or logits are not finite. The method goes back to the last state that was
   found good, or to the source, and learns more slowly.
 - Shadow: after an alarm the source answers, and the method learns beside it, until it seems to do good.
@@ -27,15 +29,16 @@ from torch import Tensor
 from mgtta.adaptation.content import has_content
 from mgtta.adaptation.method import Events, Method
 from mgtta.adaptation.step import Pass
-from mgtta.adaptation.watch import RECENT_IMAGES, Watch, saved_watch, what_is_lost
+from mgtta.adaptation.watch import RECENT_IMAGES, Watch, blended, saved_watch, what_is_lost
 from mgtta.adaptation.wrapper import Wrapper, source_model
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import batch_norms
 
 SMALL_BATCH = 32  # images; a batch of no more is asked about as a whole, of a larger one so many images
 MOVED = 32  # part of its side by which an image is moved
+MOVED_IMAGES = 8  # of a question, which the source also sees moved
 FEW_IMAGES = 16  # of a batch whose own statistics may serve BatchNorm
-EARLY_IMAGES = 512  # in which every small batch is asked about; after k times as many, one in k
+EARLY_IMAGES = 1024  # in which every small batch is asked about; after k times as many, one in k
 TRUST_IMAGES = 96  # in the shadow, after which a method may be trusted
 REST_IMAGES = 8192  # without learning, the first time; twice as many each time
 FAILURES = 2  # alarms of a trusted method after which it rests
@@ -52,19 +55,23 @@ class Guard:
         tolerance: the harm above which there is an alarm, as a share of the predictions: 0.04 is 4 points of accuracy
             by the source's own judgement. More is tolerated where it is estimated from few images. After an alarm a
             method is trusted again when the harm is below minus half of it.
+        doubt: the share of the tolerance above which there is doubt.
         window: images over which harm is estimated, at most.
         every: images between two questions to the source where nothing calls for one earlier, at most.
         slower: factor on the learning rate at each alarm.
     """
 
     tolerance: float = 0.04
+    doubt: float = 0.15
     window: int = 256
-    every: int = 1024
+    every: int = 512
     slower: float = 0.1
 
     def __post_init__(self) -> None:
         if not 0 < self.tolerance < 1:
             raise ValueError(f"tolerance is a share of the predictions, between 0 and 1, not {self.tolerance}")
+        if not 0 < self.doubt <= 1:
+            raise ValueError(f"doubt is a share of the tolerance, above 0 and at most 1, not {self.doubt}")
         if not 0 < self.slower <= 1:
             raise ValueError(f"slower is a factor above 0 and at most 1, not {self.slower}")
         if self.window < TRUST_IMAGES:
@@ -172,7 +179,12 @@ class Guarded(Wrapper):
         self._judge()
         if shadow:
             return Pass(self._whole(x, asked), seen.features)
+        if len(asked) == len(x) and (self._in_doubt() or len(watch.lost) < RECENT_IMAGES):
+            return Pass(blended(asked, seen.logits), seen.features)
         return seen
+
+    def _in_doubt(self) -> bool:
+        return self.watch.doubtful(self.guard.doubt * self.guard.tolerance)
 
     def _due(self, n: int) -> bool:
         """Return whether the source should be asked about this batch of n images."""
@@ -187,7 +199,7 @@ class Guarded(Wrapper):
         soon = max(watch.asked_at - watch.began, 1)  # after a start the pauses double
         if since >= min(soon, pause):
             return True
-        return watch.doubtful(self.guard.tolerance, RECENT_IMAGES) or watch.repeating()
+        return self._in_doubt() or watch.repeating()
 
     def _question(self, x: Tensor, logits: Tensor, everything: bool) -> Tensor:
         """Ask the source about some images, and about the others if these look bad; return its logits."""
@@ -198,25 +210,25 @@ class Guarded(Wrapper):
             many = min(SMALL_BATCH, many)
         asked = self._asked_twice(reference, x[:many])
         watch.take(*what_is_lost(asked, logits[:many]), self.guard.window)
-        if many < len(x) and watch.doubtful(self.guard.tolerance, many):
+        if many < len(x) and self._in_doubt():
             rest = self._ask(reference, x[many:])
             watch.take(*what_is_lost(rest, logits[many:]), self.guard.window)
             asked = torch.cat([asked, rest])
         return asked
 
     def _asked_twice(self, reference: Classifier, x: Tensor) -> Tensor:
-        """Return the logits of x; ask the source also about half of the images moved by a few pixels."""
-        half = x[: -(-len(x) // 2)]
+        """Return the logits of x; ask the source also about some of the images moved by a few pixels."""
         if x.ndim != 4:
             return self._ask(reference, x)
         pixels = max(round(x.shape[-1] / MOVED), 1)
-        moved = half.roll((pixels, pixels), (-2, -1))
+        few = x[:MOVED_IMAGES]
+        moved = few.roll((pixels, pixels), (-2, -1))
         if reference is self.source:
-            asked, again = self._ask(self.source, torch.cat([x, moved])).split([len(x), len(half)])
-            still = asked[: len(half)]
+            asked, again = self._ask(self.source, torch.cat([x, moved])).split([len(x), len(few)])
+            still = asked[: len(few)]
         else:  # its statistics are those of the batch, so nothing may be added to it
             asked = self._ask(reference, x)
-            still, again = self._ask(self.source, torch.cat([half, moved])).chunk(2)
+            still, again = self._ask(self.source, torch.cat([few, moved])).chunk(2)
         self.watch.compare(still.argmax(-1), again.argmax(-1))
         return asked
 
