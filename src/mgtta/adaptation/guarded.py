@@ -5,8 +5,8 @@ the source about images of the present batch, and estimates from both prediction
 
 - Trusted: the method answers. The source is asked about every small batch at first and more and more rarely later; of
   large batches about a few images now and then.
-- Doubt: there are signs of harm, or hardly anything is known yet. The source is asked about every batch, and the answer
-  is the mean of both models' probabilities.
+- Doubt: there are signs of harm, hardly anything is known yet, or there was an alarm before. The source is asked about
+  every batch, and the answer is the mean of both models' probabilities.
 - Alarm: the harm is above the tolerance, or logits are not finite. The method goes back to the last state that was
   found good, or to the source, and learns more slowly.
 - Shadow: after an alarm the source answers, and the method learns beside it, until it seems to do good.
@@ -184,14 +184,15 @@ class Guarded(Wrapper):
         return seen
 
     def _in_doubt(self) -> bool:
-        return self.watch.doubtful(self.guard.doubt * self.guard.tolerance)
+        """Return whether there are signs of harm, or the method has failed before."""
+        return self.watch.pace < 1 or self.watch.doubtful(self.guard.doubt * self.guard.tolerance)
 
     def _due(self, n: int) -> bool:
         """Return whether the source should be asked about this batch of n images."""
         watch = self.watch
         age = watch.images - watch.began
         pause = self.guard.every
-        if n <= SMALL_BATCH or watch.pace < 1:
+        if n <= SMALL_BATCH:
             pause = min(pause, n * max(1, age // EARLY_IMAGES))
         elif self._reference(n) is self.unlearned:  # whole batches are asked about, so more rarely
             pause = pause * n // SMALL_BATCH
