@@ -109,9 +109,10 @@ def effects(rows: list[dict[str, Any]]) -> list[str]:
                     f"{100 * statistics.fmean(row['asked'] for row in own):.0f}",
                 ]
             )
+    methods = ", ".join(f"{spelled(method)} ({rate})" for method, rate in FEW_METHODS)
     about = (
-        f"DeiT-Tiny, shard 0 under the validation corruptions; {', '.join(FEW_METHODS)} at default rates and ten times "
-        f"the tuned ones, streams {', '.join(FEW_STREAMS)}. `asked` is the share of images that the source model saw."
+        f"DeiT-Tiny, shard 0 under the validation corruptions; {methods}; streams {', '.join(FEW_STREAMS)}. "
+        "`asked` is how many images the source model saw, in percent of the stream."
     )
     return ["## Settings, one changed at a time", "", f"`{rows[0]['command']}`", "", about, "", table(head, lines), ""]
 
