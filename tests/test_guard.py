@@ -241,16 +241,26 @@ def test_repeats_raise_a_question(sure_model):
     assert held._due(16)
 
 
-def test_a_few_images_that_look_bad_raise_a_question_about_all(sure_model):
+def test_of_large_batches_the_least_sure_images_are_asked_about(sure_model):
+    held = mgtta.create("tent", sure_model, lr=1e-6, guard=True)
+    logits = torch.zeros(100, CLASSES)
+    logits[:, 0] = torch.arange(100.0) / 50
+    which = held._worth_asking(logits.flip(0), everything=False)
+    assert which.tolist() == [*range(8), *range(58, 100)]
+    assert held._worth_asking(logits, everything=True).tolist() == list(range(100))
+    assert held._worth_asking(logits[:20], everything=False).tolist() == list(range(20))
+    assert held._worth_asking(logits[:3], everything=False).tolist() == [0, 1, 2]
+
+
+def test_of_large_batches_the_source_answers_all_images_after_an_alarm(sure_model):
     held = mgtta.create("tent", sure_model, lr=1e-6, guard=True)
     held(images(64))
     with torch.no_grad():
         for p in held.adapted.values():
             p.zero_()
-    asked = watched(held)
     x = images(64, seed=1)
     assert torch.equal(held(x), sure_model(x))
-    assert asked[:2] == [32 + 8, 32]
+    assert held.watch.shadow
 
 
 def test_a_good_state_is_kept_and_restored(sure_model):
@@ -389,11 +399,14 @@ def test_less_is_tolerated_where_the_source_is_steady():
 def test_the_source_is_asked_about_moved_images_too(sure_model):
     held = mgtta.create("tent", sure_model, guard=True)
     x = images(16)
-    assert torch.equal(held._asked_twice(held.source, x), sure_model(torch.cat([x, x[:8].roll((1, 1), (2, 3))]))[:16])
-    moved = sure_model(x[:8].roll((1, 1), (2, 3))).argmax(1)
-    assert held.watch.steady == (sure_model(x[:8]).argmax(1) == moved).int().tolist()
+    both = sure_model(torch.cat([x, x[:8].roll((1, 1), (2, 3))])).detach()
+    everything = torch.arange(16)
+    assert torch.equal(held._question(x, both[:16], everything), both[:16])
+    assert held.watch.steady == (both[:8].argmax(1) == both[16:].argmax(1)).int().tolist()
+    assert held.watch.lost == [0] * 16
     batchnorm = mgtta.create("tent", mgtta.load_model(convnet("batch")), guard=True)
-    torch.testing.assert_close(batchnorm._asked_twice(batchnorm.unlearned, x), batchnorm.unlearned(x))
+    expected = batchnorm._ask(batchnorm.unlearned, x)
+    torch.testing.assert_close(batchnorm._question(x, both[:16], everything), expected)
     assert len(batchnorm.watch.steady) == 8
 
 

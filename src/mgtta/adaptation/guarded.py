@@ -34,7 +34,7 @@ from mgtta.adaptation.wrapper import Wrapper, source_model
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import batch_norms
 
-SMALL_BATCH = 32  # images; a batch of no more is asked about as a whole, of a larger one so many images
+SMALL_BATCH = 32  # images; a batch of no more is asked about as a whole, of a larger one half, but no fewer than these
 MOVED = 32  # part of its side by which an image is moved
 MOVED_IMAGES = 8  # of a question, which the source also sees moved
 FEW_IMAGES = 16  # of a batch whose own statistics may serve BatchNorm
@@ -171,17 +171,20 @@ class Guarded(Wrapper):
             watch.follow(seen.logits.argmax(-1).cpu())
         if not broken and not watch.shadow and (first or not self._due(len(x))):
             return seen
-        asked = self._question(x, seen.logits, broken)
+        which = self._worth_asking(seen.logits, everything=broken or watch.shadow)
+        asked = self._question(x, seen.logits, which)
         if broken or watch.alarming(self.guard.tolerance):
             self._alarm()
-            return Pass(self._whole(x, asked), seen.features)
-        shadow = watch.shadow
+            return Pass(self._ask(self.source, x), seen.features)
+        if watch.shadow:
+            self._judge()
+            return Pass(self._of_source(x, asked), seen.features)
         self._judge()
-        if shadow:
-            return Pass(self._whole(x, asked), seen.features)
-        if len(asked) == len(x) and (self._in_doubt() or len(watch.lost) < RECENT_IMAGES):
-            return Pass(blended(asked, seen.logits), seen.features)
-        return seen
+        if not self._in_doubt() and len(watch.lost) >= RECENT_IMAGES:
+            return seen
+        logits = seen.logits.clone()
+        logits[which] = blended(asked, logits[which])
+        return Pass(logits, seen.features)
 
     def _in_doubt(self) -> bool:
         """Return whether there are signs of harm, or the method has failed before."""
@@ -191,55 +194,54 @@ class Guarded(Wrapper):
         """Return whether the source should be asked about this batch of n images."""
         watch = self.watch
         age = watch.images - watch.began
-        pause = self.guard.every
+        pause = self.guard.every * max(self._many(n), SMALL_BATCH) // SMALL_BATCH
         if n <= SMALL_BATCH:
             pause = min(pause, n * max(1, age // EARLY_IMAGES))
-        elif self._reference(n) is self.unlearned:  # whole batches are asked about, so more rarely
-            pause = pause * n // SMALL_BATCH
         since = watch.images - watch.asked_at
         soon = max(watch.asked_at - watch.began, 1)  # after a start the pauses double
         if since >= min(soon, pause):
             return True
         return self._in_doubt() or watch.repeating()
 
-    def _question(self, x: Tensor, logits: Tensor, everything: bool) -> Tensor:
-        """Ask the source about some images, and about the others if these look bad; return its logits."""
+    def _many(self, n: int) -> int:
+        """Return about how many images of a batch of n the source is asked: all whose statistics it needs, or half."""
+        if self._reference(n) is self.unlearned:
+            return n
+        return min(n, max(SMALL_BATCH, n // 2))
+
+    def _worth_asking(self, logits: Tensor, everything: bool) -> Tensor:
+        """Return the numbers of the images (k,) to ask about: the first few, and those of which the method is least sure.
+
+        There a change is most likely, for good or ill. The first few are a fair sample, to see how steady the source is.
+        """
+        many = len(logits) if everything else self._many(len(logits))
+        few = torch.arange(min(MOVED_IMAGES, len(logits)), device=logits.device)
+        sure = logits[len(few) :].softmax(-1).amax(-1)
+        return torch.cat([few, len(few) + sure.topk(many - len(few), largest=False).indices.sort().values])
+
+    def _question(self, x: Tensor, logits: Tensor, which: Tensor) -> Tensor:
+        """Ask about these images of x, some of them also moved by a few pixels; take in and return the logits (k, C)."""
         watch = self.watch
         reference = self._reference(len(x))
-        many = len(x)
-        if not (everything or watch.shadow or reference is self.unlearned):
-            many = min(SMALL_BATCH, many)
-        asked = self._asked_twice(reference, x[:many])
-        watch.take(*what_is_lost(asked, logits[:many]), self.guard.window)
-        if many < len(x) and self._in_doubt():
-            rest = self._ask(reference, x[many:])
-            watch.take(*what_is_lost(rest, logits[many:]), self.guard.window)
-            asked = torch.cat([asked, rest])
-        return asked
-
-    def _asked_twice(self, reference: Classifier, x: Tensor) -> Tensor:
-        """Return the logits of x; ask the source also about some of the images moved by a few pixels."""
+        chosen = x[which.to(x.device)]
+        few = chosen[:MOVED_IMAGES]
         if x.ndim != 4:
-            return self._ask(reference, x)
-        pixels = max(round(x.shape[-1] / MOVED), 1)
-        few = x[:MOVED_IMAGES]
-        moved = few.roll((pixels, pixels), (-2, -1))
-        if reference is self.source:
-            asked, again = self._ask(self.source, torch.cat([x, moved])).split([len(x), len(few)])
-            still = asked[: len(few)]
+            asked = self._ask(reference, chosen)
+        elif reference is self.source:
+            asked, moved = self._ask(reference, torch.cat([chosen, shifted(few)])).split([len(chosen), len(few)])
+            watch.compare(asked[: len(few)].argmax(-1), moved.argmax(-1))
         else:  # its statistics are those of the batch, so nothing may be added to it
-            asked = self._ask(reference, x)
-            still, again = self._ask(self.source, torch.cat([few, moved])).chunk(2)
-        self.watch.compare(still.argmax(-1), again.argmax(-1))
+            asked = self._ask(reference, chosen)
+            still, moved = self._ask(self.source, torch.cat([few, shifted(few)])).chunk(2)
+            watch.compare(still.argmax(-1), moved.argmax(-1))
+        watch.take(*what_is_lost(asked, logits[which]), self.guard.window)
         return asked
 
-    def _whole(self, x: Tensor, asked: Tensor) -> Tensor:
-        """Return the source's own logits of all of x, given those that were asked for."""
-        if self._reference(len(x)) is self.unlearned:
-            return self._ask(self.source, x)
-        if len(asked) < len(x):
-            asked = torch.cat([asked, self._ask(self.source, x[len(asked) :])])
-        return asked
+    def _of_source(self, x: Tensor, asked: Tensor) -> Tensor:
+        """Return the source's own logits of x, given those that were asked for, of all images."""
+        if self._reference(len(x)) is self.source:
+            return asked
+        return self._ask(self.source, x)
 
     @torch.no_grad()
     def _ask(self, model: Classifier, x: Tensor) -> Tensor:
@@ -308,6 +310,12 @@ class Guarded(Wrapper):
         if self.optimizer is not None:
             for group, lr in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = lr * self.watch.pace
+
+
+def shifted(x: Tensor) -> Tensor:
+    """Return the images moved by a few pixels, down and to the right."""
+    pixels = max(round(x.shape[-1] / MOVED), 1)
+    return x.roll((pixels, pixels), (-2, -1))
 
 
 def guarded(method: Method | Wrapper, guard: Guard | bool = True) -> Guarded:
