@@ -210,9 +210,9 @@ class Guarded(Wrapper):
         return min(n, max(SMALL_BATCH, n // 2))
 
     def _worth_asking(self, logits: Tensor, everything: bool) -> Tensor:
-        """Return the numbers of the images (k,) to ask about: the first few, and those of which the method is least sure.
+        """Return the numbers of the images (k,) to ask about: the first few, and those the method is least sure of.
 
-        There a change is most likely, for good or ill. The first few are a fair sample, to see how steady the source is.
+        The latter are most likely to have changed, for good or ill. The first few show how steady the source is.
         """
         many = len(logits) if everything else self._many(len(logits))
         few = torch.arange(min(MOVED_IMAGES, len(logits)), device=logits.device)
@@ -220,7 +220,7 @@ class Guarded(Wrapper):
         return torch.cat([few, len(few) + sure.topk(many - len(few), largest=False).indices.sort().values])
 
     def _question(self, x: Tensor, logits: Tensor, which: Tensor) -> Tensor:
-        """Ask about these images of x, some of them also moved by a few pixels; take in and return the logits (k, C)."""
+        """Ask about these images of x, the first few also moved; take in and return the logits (k, C)."""
         watch = self.watch
         reference = self._reference(len(x))
         chosen = x[which.to(x.device)]
