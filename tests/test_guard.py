@@ -13,6 +13,7 @@ import mgtta
 from mgtta._lib.files import read_tree, write_tree
 from mgtta.adaptation import guarded as guarding
 from mgtta.adaptation.content import has_content
+from mgtta.adaptation.gathered import FEW_IMAGES
 from mgtta.adaptation.guarded import Guard, Guarded
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.step import Pass
@@ -221,6 +222,18 @@ def test_of_large_batches_a_few_images_are_asked_about_now_and_then(sure_model):
     assert at == [1, 3, 7, 11, 15]  # the pauses double up to 256 images
 
 
+def test_large_batches_of_an_old_stream_are_asked_about_after_a_quarter_of_its_age(sure_model):
+    held = mgtta.create("tent", sure_model, lr=1e-6, guard=True)
+    held.watch.asked_at = 8000
+    held.watch.images = 9900
+    assert not held._due(64)
+    held.watch.images = 10_700
+    assert held._due(64)
+    held.watch.asked_at = 100_000
+    held.watch.images = 100_000 + guarding.LONGEST_PAUSE
+    assert held._due(64)
+
+
 def test_doubt_raises_questions(sure_model):
     held = mgtta.create("tent", sure_model, lr=1e-6, guard=True)
     held.watch.images = held.watch.asked_at = 10_000
@@ -245,11 +258,12 @@ def test_of_large_batches_the_least_sure_images_are_asked_about(sure_model):
     held = mgtta.create("tent", sure_model, lr=1e-6, guard=True)
     logits = torch.zeros(100, CLASSES)
     logits[:, 0] = torch.arange(100.0) / 50
-    which = held._worth_asking(logits.flip(0), everything=False)
+    which = held.reference.worth_asking(logits.flip(0), held.reference.many(100))
     assert which.tolist() == [*range(8), *range(58, 100)]
-    assert held._worth_asking(logits, everything=True).tolist() == list(range(100))
-    assert held._worth_asking(logits[:20], everything=False).tolist() == list(range(20))
-    assert held._worth_asking(logits[:3], everything=False).tolist() == [0, 1, 2]
+    assert held.reference.worth_asking(logits, 100).tolist() == list(range(100))
+    assert held.reference.worth_asking(logits[:20], held.reference.many(20)).tolist() == list(range(20))
+    assert held.reference.worth_asking(logits[:3], held.reference.many(3)).tolist() == [0, 1, 2]
+    assert [held.reference.many(n) for n in (1, 32, 40, 64, 256)] == [1, 32, 32, 32, 128]
 
 
 def test_of_large_batches_the_source_answers_all_images_after_an_alarm(sure_model):
@@ -288,7 +302,7 @@ def test_the_learning_rate_rises_again_after_calm(sure_model, monkeypatch):
 
 
 def test_a_guarded_method_gathers_small_batches(sure_model):
-    assert mgtta.create("tent", sure_model, guard=True).method.images == guarding.FEW_IMAGES
+    assert mgtta.create("tent", sure_model, guard=True).method.images == FEW_IMAGES
     held = mgtta.create("tent", sure_model, gather=0, guard=True)
     held(images(1))
     assert held.updates == 1
@@ -299,8 +313,9 @@ def test_a_guarded_method_gathers_small_batches(sure_model):
 def test_batch_norm_is_compared_with_what_normalises_alike():
     model = mgtta.load_model(convnet("batch"))
     held = mgtta.create("tent", model, lr=0.0, guard=Guard(every=4))
-    assert held._reference(16) is held.unlearned
-    assert held._reference(4) is held.source
+    assert held.reference.by_batch(16)
+    assert held.reference.many(256) == 256
+    assert not held.reference.by_batch(4)
     for x in stream(6, batch=32):
         held(x)
     assert held.watch.lost
@@ -388,11 +403,11 @@ def test_few_images_are_given_more_slack():
 def test_less_is_tolerated_where_the_source_is_steady():
     classes = torch.arange(100)
     steady = Watch()
-    steady.compare(classes, classes)
+    steady.compare(classes == classes)
     assert steady.steadiness > 0.9
     assert steady.tolerated(0.04, 128) < 0.1 * Watch().tolerated(0.04, 128)
     shaky = Watch()
-    shaky.compare(classes, classes + 1)
+    shaky.compare(classes == classes + 1)
     assert shaky.tolerated(0.04, 128) == Watch().tolerated(0.04, 128)  # never more
 
 
@@ -401,13 +416,13 @@ def test_the_source_is_asked_about_moved_images_too(sure_model):
     x = images(16)
     both = sure_model(torch.cat([x, x[:8].roll((1, 1), (2, 3))])).detach()
     everything = torch.arange(16)
-    assert torch.equal(held._question(x, both[:16], everything), both[:16])
-    assert held.watch.steady == (both[:8].argmax(1) == both[16:].argmax(1)).int().tolist()
-    assert held.watch.lost == [0] * 16
+    asked, steady = held.reference.ask(x, everything)
+    assert torch.equal(asked, both[:16])
+    assert torch.equal(steady, both[:8].argmax(1) == both[16:].argmax(1))
     batchnorm = mgtta.create("tent", mgtta.load_model(convnet("batch")), guard=True)
-    expected = batchnorm._ask(batchnorm.unlearned, x)
-    torch.testing.assert_close(batchnorm._question(x, both[:16], everything), expected)
-    assert len(batchnorm.watch.steady) == 8
+    asked, steady = batchnorm.reference.ask(x, everything)
+    torch.testing.assert_close(asked, batchnorm.reference.unlearned(x).detach())
+    assert len(steady) == 8
 
 
 def test_the_window_keeps_the_last_images():
@@ -474,8 +489,8 @@ def test_the_report_tells():
 def watched(held):
     """Return the numbers of images that the source will be asked about."""
     asked = []
-    ask = held._ask
-    held._ask = lambda model, x: asked.append(len(x)) or ask(model, x)
+    for model in held.reference.children():
+        model.register_forward_pre_hook(lambda _, inputs: asked.append(len(inputs[0])))
     return asked
 
 
@@ -492,7 +507,7 @@ def test_copies_pickles_and_other_dtypes(sure_model):
         assert torch.equal(twin(images(4, seed=1)), copy.deepcopy(held)(images(4, seed=1)))
     held.double()
     assert held(images(4, seed=2)).dtype == torch.float64
-    shared = dict(held.source.named_parameters())
+    shared = dict(held.reference.source.named_parameters())
     own = dict(held.model.named_parameters())
     assert all((shared[name] is own[name]) == (name not in held.adapted) for name in own)
 

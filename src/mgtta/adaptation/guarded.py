@@ -13,10 +13,6 @@ the source about images of the present batch, and estimates from both prediction
 - Rest: after a second alarm the source answers for a long while, and nothing is learned.
 
 An image without content (plain, or random pixels) is answered by the source and not learned from.
-
-In networks with BatchNorm most methods normalise by the present batch. That alone changes many predictions, mostly for
-the better. There the source is asked about whole batches and normalises as the method does, so that the two differ only
-by what was learned. In very small batches such statistics are poor, and the source uses its own.
 """
 
 import copy
@@ -28,17 +24,14 @@ from torch import Tensor
 
 from mgtta.adaptation.content import has_content
 from mgtta.adaptation.method import Events, Method
+from mgtta.adaptation.reference import SMALL_BATCH, Reference
 from mgtta.adaptation.step import Pass
 from mgtta.adaptation.watch import RECENT_IMAGES, Watch, blended, saved_watch, what_is_lost
 from mgtta.adaptation.wrapper import Wrapper, source_model
-from mgtta.models.classifier import Classifier
-from mgtta.models.norms import batch_norms
 
-SMALL_BATCH = 32  # images; a batch of no more is asked about as a whole, of a larger one half, but no fewer than these
-MOVED = 32  # part of its side by which an image is moved
-MOVED_IMAGES = 8  # of a question, which the source also sees moved
-FEW_IMAGES = 16  # of a batch whose own statistics may serve BatchNorm
 EARLY_IMAGES = 1024  # in which every small batch is asked about; after k times as many, one in k
+PART = 4  # of its age: the pause between two questions about large batches of an old stream
+LONGEST_PAUSE = 8192  # images
 TRUST_IMAGES = 96  # in the shadow, after which a method may be trusted
 REST_IMAGES = 8192  # without learning, the first time; twice as many each time
 FAILURES = 2  # alarms of a trusted method after which it rests
@@ -95,8 +88,7 @@ class Guarded(Wrapper):
     def __init__(self, method: Method | Wrapper, guard: Guard):
         super().__init__(method)
         self.guard = guard
-        self.source = source_model(method)
-        self.unlearned = _normalising_by_batches(self.source, method.model)
+        self.reference = Reference(source_model(method), method.model)
         self._rates = [group["lr"] for group in method.optimizer.param_groups] if method.optimizer else []
         self.shown = torch.ones(0, dtype=torch.bool)
         self.begin()
@@ -116,15 +108,15 @@ class Guarded(Wrapper):
         """Give the method's logits, or the source's where the guard does not trust the method."""
         if self.paused:
             return Pass(self.predict(x))
-        self.source.check(x)
+        self.reference.source.check(x)
         watch = self.watch
         if watch.resting:
             watch.images += len(x)
-            return Pass(self._ask(self.source, x))
+            return Pass(self.reference(x))
         self.shown = has_content(x)
         if bool(self.shown.all()):
             return self._step(x, learn)
-        of_source = self._ask(self.source, x[~self.shown])
+        of_source = self.reference(x[~self.shown])
         logits = of_source.new_empty(len(x), of_source.shape[1])
         shown = self.shown.to(logits.device)
         logits[~shown] = of_source
@@ -138,7 +130,7 @@ class Guarded(Wrapper):
 
     def predict(self, x: Tensor) -> Tensor:
         if self.watch.shadow or self.watch.resting:
-            return self._ask(self.source, x)
+            return self.reference(x)
         return self.method.predict(x)
 
     def own(self) -> dict[str, Any]:
@@ -171,20 +163,36 @@ class Guarded(Wrapper):
             watch.follow(seen.logits.argmax(-1).cpu())
         if not broken and not watch.shadow and (first or not self._due(len(x))):
             return seen
-        which = self._worth_asking(seen.logits, everything=broken or watch.shadow)
-        asked = self._question(x, seen.logits, which)
+        many = self.reference.many(len(x))
+        if broken or watch.shadow:
+            many = len(x)
+        which = self.reference.worth_asking(seen.logits, many)
+        asked, steady = self.reference.ask(x, which)
+        watch.take(*what_is_lost(asked, seen.logits[which]), self.guard.window)
+        watch.compare(steady)
+        by_source = watch.shadow
         if broken or watch.alarming(self.guard.tolerance):
+            by_source = True
             self._alarm()
-            return Pass(self._ask(self.source, x), seen.features)
-        if watch.shadow:
+        else:
             self._judge()
+        if by_source:
             return Pass(self._of_source(x, asked), seen.features)
-        self._judge()
-        if not self._in_doubt() and len(watch.lost) >= RECENT_IMAGES:
-            return seen
-        logits = seen.logits.clone()
-        logits[which] = blended(asked, logits[which])
-        return Pass(logits, seen.features)
+        return Pass(self._of_both(seen.logits, which, asked), seen.features)
+
+    def _of_source(self, x: Tensor, asked: Tensor) -> Tensor:
+        """Return the source's logits of x, given those that were asked for."""
+        if len(asked) == len(x) and not self.reference.by_batch(len(x)):
+            return asked
+        return self.reference(x)
+
+    def _of_both(self, logits: Tensor, which: Tensor, asked: Tensor) -> Tensor:
+        """Return the method's logits; in doubt, the answer of both models where the source was asked."""
+        watch = self.watch
+        if self._in_doubt() or len(watch.lost) < RECENT_IMAGES:
+            logits = logits.clone()
+            logits[which] = blended(asked, logits[which])
+        return logits
 
     def _in_doubt(self) -> bool:
         """Return whether there are signs of harm, or the method has failed before."""
@@ -194,65 +202,16 @@ class Guarded(Wrapper):
         """Return whether the source should be asked about this batch of n images."""
         watch = self.watch
         age = watch.images - watch.began
-        pause = self.guard.every * max(self._many(n), SMALL_BATCH) // SMALL_BATCH
         if n <= SMALL_BATCH:
-            pause = min(pause, n * max(1, age // EARLY_IMAGES))
+            pause = min(self.guard.every, n * max(1, age // EARLY_IMAGES))
+        else:
+            pause = self.guard.every * self.reference.many(n) // SMALL_BATCH
+            pause = max(pause, min(age // PART, LONGEST_PAUSE))
         since = watch.images - watch.asked_at
         soon = max(watch.asked_at - watch.began, 1)  # after a start the pauses double
         if since >= min(soon, pause):
             return True
         return self._in_doubt() or watch.repeating()
-
-    def _many(self, n: int) -> int:
-        """Return about how many images of a batch of n the source is asked: all whose statistics it needs, or half."""
-        if self._reference(n) is self.unlearned:
-            return n
-        return min(n, max(SMALL_BATCH, n // 2))
-
-    def _worth_asking(self, logits: Tensor, everything: bool) -> Tensor:
-        """Return the numbers of the images (k,) to ask about: the first few, and those the method is least sure of.
-
-        The latter are most likely to have changed, for good or ill. The first few show how steady the source is.
-        """
-        many = len(logits) if everything else self._many(len(logits))
-        few = torch.arange(min(MOVED_IMAGES, len(logits)), device=logits.device)
-        sure = logits[len(few) :].softmax(-1).amax(-1)
-        return torch.cat([few, len(few) + sure.topk(many - len(few), largest=False).indices.sort().values])
-
-    def _question(self, x: Tensor, logits: Tensor, which: Tensor) -> Tensor:
-        """Ask about these images of x, the first few also moved; take in and return the logits (k, C)."""
-        watch = self.watch
-        reference = self._reference(len(x))
-        chosen = x[which.to(x.device)]
-        few = chosen[:MOVED_IMAGES]
-        if x.ndim != 4:
-            asked = self._ask(reference, chosen)
-        elif reference is self.source:
-            asked, moved = self._ask(reference, torch.cat([chosen, shifted(few)])).split([len(chosen), len(few)])
-            watch.compare(asked[: len(few)].argmax(-1), moved.argmax(-1))
-        else:  # its statistics are those of the batch, so nothing may be added to it
-            asked = self._ask(reference, chosen)
-            still, moved = self._ask(self.source, torch.cat([few, shifted(few)])).chunk(2)
-            watch.compare(still.argmax(-1), moved.argmax(-1))
-        watch.take(*what_is_lost(asked, logits[which]), self.guard.window)
-        return asked
-
-    def _of_source(self, x: Tensor, asked: Tensor) -> Tensor:
-        """Return the source's own logits of x, given those that were asked for, of all images."""
-        if self._reference(len(x)) is self.source:
-            return asked
-        return self._ask(self.source, x)
-
-    @torch.no_grad()
-    def _ask(self, model: Classifier, x: Tensor) -> Tensor:
-        """Return the logits (n, C) of a model."""
-        return model(x)
-
-    def _reference(self, n: int) -> Classifier:
-        """Return what the method would be in a batch of n images, had it not learned."""
-        if self.unlearned is None or n < FEW_IMAGES:
-            return self.source
-        return self.unlearned
 
     # --- the verdict
 
@@ -312,12 +271,6 @@ class Guarded(Wrapper):
                 group["lr"] = lr * self.watch.pace
 
 
-def shifted(x: Tensor) -> Tensor:
-    """Return the images moved by a few pixels, down and to the right."""
-    pixels = max(round(x.shape[-1] / MOVED), 1)
-    return x.roll((pixels, pixels), (-2, -1))
-
-
 def guarded(method: Method | Wrapper, guard: Guard | bool = True) -> Guarded:
     """Return the method under a guard, from its present settings and the source model on.
 
@@ -330,10 +283,3 @@ def guarded(method: Method | Wrapper, guard: Guard | bool = True) -> Guarded:
         raise TypeError(f"guard must be True, or mgtta.Guard(...), not {type(guard).__name__}")
     with torch.inference_mode(False):
         return Guarded(method, guard if isinstance(guard, Guard) else Guard())
-
-
-def _normalising_by_batches(source: Classifier, adapting: Classifier) -> Classifier | None:
-    """Return the source with the batch's statistics in its BatchNorm layers; None where the adapting one has none."""
-    if not adapting._uses_batch_statistics or not batch_norms(adapting.net):
-        return None
-    return copy.deepcopy(source, {id(p): p for p in source.parameters()}).use_batch_statistics()

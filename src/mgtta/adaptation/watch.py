@@ -71,9 +71,9 @@ class Watch:
         self.of_method = [*self.of_method, *of_method.tolist()][-window:]
         self.asked_at = self.images
 
-    def compare(self, still: Tensor, moved: Tensor) -> None:
-        """Take in the source's predictions of images (n,), and of the same ones moved by a few pixels."""
-        self.steady = [*self.steady, *(still == moved).int().tolist()][-STEADY_IMAGES:]
+    def compare(self, steady: Tensor) -> None:
+        """Take in of which images (n,) the source keeps the class if they are moved by a few pixels."""
+        self.steady = [*self.steady, *steady.int().tolist()][-STEADY_IMAGES:]
 
     def follow(self, of_method: Tensor) -> None:
         """Take in the method's predictions (n,)."""
