@@ -24,7 +24,7 @@ from typing import Any
 import imagenet
 import torch
 from guard_page import line, page
-from guard_streams import BENIGN, CHANGED, FOUR, IMAGES, LONG, TUNED, Cell, Row, Settings, cells, plan
+from guard_streams import BENIGN, CHANGED, FOUR, IMAGES, LONG, SINGLE, TUNED, Cell, Row, Settings, cells, plan
 from pages import read_lines
 from processes import in_processes
 from torch import Tensor
@@ -86,7 +86,8 @@ class Bench:
         name, rate, stream = cell
         torch.manual_seed(0)
         methods = {"guarded": self.method(name, rate, mgtta.Guard(**settings))}
-        if plain is None and not settings and (rate == "default" or stream not in LONG):
+        run_plain = stream not in LONG or (rate == "default" and stream not in SINGLE)
+        if plain is None and not settings and run_plain:
             methods["plain"] = self.method(name, rate, False)
         asked = counted(methods["guarded"])
         right: dict[str, list[bool]] = {"noadapt": [], "guarded": [], "plain": []}

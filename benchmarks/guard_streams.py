@@ -55,10 +55,8 @@ CHANGED: tuple[Settings, ...] = (  # of the guard, one at a time
 FEW_METHODS = (  # that run with changed settings
     ("sar", "default"),
     ("deyo", "default"),
-    ("mgtta", "default"),
     ("mgtta_plus", "default"),
     ("tent", "10 x"),
-    ("mgtta_plus", "10 x"),
 )
 FEW_STREAMS = ("mixed", "continual 64")
 TITLES = {
@@ -68,7 +66,8 @@ TITLES = {
 }
 BENIGN = ("mixed 64", "continual 64", "labels 64", "noise 64")  # at default rates
 TIMED = ("mixed 64", "continual 64")  # of which the time is measured
-LONG = ("one", "clean one", "grey", "noise")  # plain methods run there at default rates only
+SINGLE = ("one", "clean one")  # plain methods do not run there
+LONG = (*SINGLE, "grey", "noise")  # plain methods run there at default rates, if at all
 
 
 def plan(stream: str, labels: Tensor, four: Iterable[str], many: Iterable[str], seed: int = 0) -> list[list[Row]]:
@@ -124,13 +123,13 @@ def turn(cell: Cell) -> int:
     _, rate, stream = cell
     if stream in BENIGN and rate == "default":
         return 0
-    if stream == "noise" or (stream in LONG and rate == "tuned"):
-        return 4
-    if stream in LONG:
+    if stream in SINGLE and rate == "default":  # these take longest
+        return 1
+    if stream not in LONG:
         return 2
-    if stream in BENIGN:
-        return 3
-    return 1
+    if stream == "noise" or rate == "tuned":
+        return 4
+    return 3
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
