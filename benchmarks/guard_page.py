@@ -71,7 +71,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         "resets; and ten times that. ± is the standard error of guarded - NoAdapt, over the images. Plain methods are "
         f"left out in long streams ({', '.join(LONG)}) but for some default rates.",
         "",
-        "The guard was chosen on shard 0 under the validation corruptions, on recordings and in closed loop, and was not "
+        "The guard was chosen on shard 0 under the validation corruptions, on recordings and in closed loop, and not "
         "changed after this test. It is the second test on shards 1 and 2: the first, of an earlier guard, showed by "
         "what ways a guarded method lost, and these were then looked for in the validation streams. No constant was "
         "chosen on the test images, but they are not unseen. With `--plain EARLIER` the figures of plain methods are "
