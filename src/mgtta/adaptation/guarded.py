@@ -4,17 +4,15 @@ The guard keeps the source model beside the adapting one; they share all weights
 the source about images of the present batch, and estimates from both predictions what adaptation costs (see watch.py).
 
 - Trusted: the method answers. The source is asked about every small batch at first and more and more rarely later; of
-  large batches about a few images now and then; and at once where there is doubt.
+  large batches about a few images now and then.
+- Doubt: there are signs of harm, hardly anything is known yet, or there was an alarm before. The source is asked about
+  every batch, and the answer is the mean of both models' probabilities.
 - Alarm: the harm is above the tolerance, or logits are not finite. The method goes back to the last state that was
   found good, or to the source, and learns more slowly.
 - Shadow: after an alarm the source answers, and the method learns beside it, until it seems to do good.
 - Rest: after a second alarm the source answers for a long while, and nothing is learned.
 
 An image without content (plain, or random pixels) is answered by the source and not learned from.
-
-In networks with BatchNorm most methods normalise by the present batch. That alone changes many predictions, mostly for
-the better. There the source is asked about whole batches and normalises as the method does, so that the two differ only
-by what was learned. In very small batches such statistics are poor, and the source uses its own.
 """
 
 import copy
@@ -26,16 +24,14 @@ from torch import Tensor
 
 from mgtta.adaptation.content import has_content
 from mgtta.adaptation.method import Events, Method
+from mgtta.adaptation.reference import SMALL_BATCH, Reference
 from mgtta.adaptation.step import Pass
-from mgtta.adaptation.watch import RECENT_IMAGES, Watch, saved_watch, what_is_lost
+from mgtta.adaptation.watch import RECENT_IMAGES, Watch, blended, saved_watch, what_is_lost
 from mgtta.adaptation.wrapper import Wrapper, source_model
-from mgtta.models.classifier import Classifier
-from mgtta.models.norms import batch_norms
 
-SMALL_BATCH = 32  # images; a batch of no more is asked about as a whole, of a larger one so many images
-MOVED = 32  # part of its side by which an image is moved
-FEW_IMAGES = 16  # of a batch whose own statistics may serve BatchNorm
-EARLY_IMAGES = 512  # in which every small batch is asked about; after k times as many, one in k
+EARLY_IMAGES = 1024  # in which every small batch is asked about; after k times as many, one in k
+PART = 4  # of its age: the pause between two questions about large batches of an old stream
+LONGEST_PAUSE = 8192  # images
 TRUST_IMAGES = 96  # in the shadow, after which a method may be trusted
 REST_IMAGES = 8192  # without learning, the first time; twice as many each time
 FAILURES = 2  # alarms of a trusted method after which it rests
@@ -52,19 +48,23 @@ class Guard:
         tolerance: the harm above which there is an alarm, as a share of the predictions: 0.04 is 4 points of accuracy
             by the source's own judgement. More is tolerated where it is estimated from few images. After an alarm a
             method is trusted again when the harm is below minus half of it.
+        doubt: the share of the tolerance above which there is doubt.
         window: images over which harm is estimated, at most.
         every: images between two questions to the source where nothing calls for one earlier, at most.
         slower: factor on the learning rate at each alarm.
     """
 
     tolerance: float = 0.04
+    doubt: float = 0.15
     window: int = 256
-    every: int = 1024
+    every: int = 512
     slower: float = 0.1
 
     def __post_init__(self) -> None:
         if not 0 < self.tolerance < 1:
             raise ValueError(f"tolerance is a share of the predictions, between 0 and 1, not {self.tolerance}")
+        if not 0 < self.doubt <= 1:
+            raise ValueError(f"doubt is a share of the tolerance, above 0 and at most 1, not {self.doubt}")
         if not 0 < self.slower <= 1:
             raise ValueError(f"slower is a factor above 0 and at most 1, not {self.slower}")
         if self.window < TRUST_IMAGES:
@@ -88,8 +88,7 @@ class Guarded(Wrapper):
     def __init__(self, method: Method | Wrapper, guard: Guard):
         super().__init__(method)
         self.guard = guard
-        self.source = source_model(method)
-        self.unlearned = _normalising_by_batches(self.source, method.model)
+        self.reference = Reference(source_model(method), method.model)
         self._rates = [group["lr"] for group in method.optimizer.param_groups] if method.optimizer else []
         self.shown = torch.ones(0, dtype=torch.bool)
         self.begin()
@@ -109,15 +108,15 @@ class Guarded(Wrapper):
         """Give the method's logits, or the source's where the guard does not trust the method."""
         if self.paused:
             return Pass(self.predict(x))
-        self.source.check(x)
+        self.reference.source.check(x)
         watch = self.watch
         if watch.resting:
             watch.images += len(x)
-            return Pass(self._ask(self.source, x))
+            return Pass(self.reference(x))
         self.shown = has_content(x)
         if bool(self.shown.all()):
             return self._step(x, learn)
-        of_source = self._ask(self.source, x[~self.shown])
+        of_source = self.reference(x[~self.shown])
         logits = of_source.new_empty(len(x), of_source.shape[1])
         shown = self.shown.to(logits.device)
         logits[~shown] = of_source
@@ -131,7 +130,7 @@ class Guarded(Wrapper):
 
     def predict(self, x: Tensor) -> Tensor:
         if self.watch.shadow or self.watch.resting:
-            return self._ask(self.source, x)
+            return self.reference(x)
         return self.method.predict(x)
 
     def own(self) -> dict[str, Any]:
@@ -164,80 +163,55 @@ class Guarded(Wrapper):
             watch.follow(seen.logits.argmax(-1).cpu())
         if not broken and not watch.shadow and (first or not self._due(len(x))):
             return seen
-        asked = self._question(x, seen.logits, broken)
+        many = self.reference.many(len(x))
+        if broken or watch.shadow:
+            many = len(x)
+        which = self.reference.worth_asking(seen.logits, many)
+        asked, steady = self.reference.ask(x, which)
+        watch.take(*what_is_lost(asked, seen.logits[which]), self.guard.window)
+        watch.compare(steady)
+        by_source = watch.shadow
         if broken or watch.alarming(self.guard.tolerance):
+            by_source = True
             self._alarm()
-            return Pass(self._whole(x, asked), seen.features)
-        shadow = watch.shadow
-        self._judge()
-        if shadow:
-            return Pass(self._whole(x, asked), seen.features)
-        return seen
+        else:
+            self._judge()
+        if by_source:
+            return Pass(self._of_source(x, asked), seen.features)
+        return Pass(self._of_both(seen.logits, which, asked), seen.features)
+
+    def _of_source(self, x: Tensor, asked: Tensor) -> Tensor:
+        """Return the source's logits of x, given those that were asked for."""
+        if len(asked) == len(x) and not self.reference.by_batch(len(x)):
+            return asked
+        return self.reference(x)
+
+    def _of_both(self, logits: Tensor, which: Tensor, asked: Tensor) -> Tensor:
+        """Return the method's logits; in doubt, the answer of both models where the source was asked."""
+        watch = self.watch
+        if self._in_doubt() or len(watch.lost) < RECENT_IMAGES:
+            logits = logits.clone()
+            logits[which] = blended(asked, logits[which])
+        return logits
+
+    def _in_doubt(self) -> bool:
+        """Return whether there are signs of harm, or the method has failed before."""
+        return self.watch.pace < 1 or self.watch.doubtful(self.guard.doubt * self.guard.tolerance)
 
     def _due(self, n: int) -> bool:
         """Return whether the source should be asked about this batch of n images."""
         watch = self.watch
         age = watch.images - watch.began
-        pause = self.guard.every
-        if n <= SMALL_BATCH or watch.pace < 1:
-            pause = min(pause, n * max(1, age // EARLY_IMAGES))
-        elif self._reference(n) is self.unlearned:  # whole batches are asked about, so more rarely
-            pause = pause * n // SMALL_BATCH
+        if n <= SMALL_BATCH:
+            pause = min(self.guard.every, n * max(1, age // EARLY_IMAGES))
+        else:
+            pause = self.guard.every * self.reference.many(n) // SMALL_BATCH
+            pause = max(pause, min(age // PART, LONGEST_PAUSE))
         since = watch.images - watch.asked_at
         soon = max(watch.asked_at - watch.began, 1)  # after a start the pauses double
         if since >= min(soon, pause):
             return True
-        return watch.doubtful(self.guard.tolerance, RECENT_IMAGES) or watch.repeating()
-
-    def _question(self, x: Tensor, logits: Tensor, everything: bool) -> Tensor:
-        """Ask the source about some images, and about the others if these look bad; return its logits."""
-        watch = self.watch
-        reference = self._reference(len(x))
-        many = len(x)
-        if not (everything or watch.shadow or reference is self.unlearned):
-            many = min(SMALL_BATCH, many)
-        asked = self._asked_twice(reference, x[:many])
-        watch.take(*what_is_lost(asked, logits[:many]), self.guard.window)
-        if many < len(x) and watch.doubtful(self.guard.tolerance, many):
-            rest = self._ask(reference, x[many:])
-            watch.take(*what_is_lost(rest, logits[many:]), self.guard.window)
-            asked = torch.cat([asked, rest])
-        return asked
-
-    def _asked_twice(self, reference: Classifier, x: Tensor) -> Tensor:
-        """Return the logits of x; ask the source also about half of the images moved by a few pixels."""
-        half = x[: -(-len(x) // 2)]
-        if x.ndim != 4:
-            return self._ask(reference, x)
-        pixels = max(round(x.shape[-1] / MOVED), 1)
-        moved = half.roll((pixels, pixels), (-2, -1))
-        if reference is self.source:
-            asked, again = self._ask(self.source, torch.cat([x, moved])).split([len(x), len(half)])
-            still = asked[: len(half)]
-        else:  # its statistics are those of the batch, so nothing may be added to it
-            asked = self._ask(reference, x)
-            still, again = self._ask(self.source, torch.cat([half, moved])).chunk(2)
-        self.watch.compare(still.argmax(-1), again.argmax(-1))
-        return asked
-
-    def _whole(self, x: Tensor, asked: Tensor) -> Tensor:
-        """Return the source's own logits of all of x, given those that were asked for."""
-        if self._reference(len(x)) is self.unlearned:
-            return self._ask(self.source, x)
-        if len(asked) < len(x):
-            asked = torch.cat([asked, self._ask(self.source, x[len(asked) :])])
-        return asked
-
-    @torch.no_grad()
-    def _ask(self, model: Classifier, x: Tensor) -> Tensor:
-        """Return the logits (n, C) of a model."""
-        return model(x)
-
-    def _reference(self, n: int) -> Classifier:
-        """Return what the method would be in a batch of n images, had it not learned."""
-        if self.unlearned is None or n < FEW_IMAGES:
-            return self.source
-        return self.unlearned
+        return self._in_doubt() or watch.repeating()
 
     # --- the verdict
 
@@ -309,10 +283,3 @@ def guarded(method: Method | Wrapper, guard: Guard | bool = True) -> Guarded:
         raise TypeError(f"guard must be True, or mgtta.Guard(...), not {type(guard).__name__}")
     with torch.inference_mode(False):
         return Guarded(method, guard if isinstance(guard, Guard) else Guard())
-
-
-def _normalising_by_batches(source: Classifier, adapting: Classifier) -> Classifier | None:
-    """Return the source with the batch's statistics in its BatchNorm layers; None where the adapting one has none."""
-    if not adapting._uses_batch_statistics or not batch_norms(adapting.net):
-        return None
-    return copy.deepcopy(source, {id(p): p for p in source.parameters()}).use_batch_statistics()

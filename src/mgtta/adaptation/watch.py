@@ -11,6 +11,9 @@ anything is lost, repeats say nothing: they can at most double what is lost.
 How much harm is tolerated depends on how much there is to gain. Probabilities do not tell it: some models are too sure,
 others not sure enough. So the source also sees some images moved by a few pixels. The share of them that keep their
 class is its steadiness, which is near its accuracy. The steadier the source, the less is tolerated.
+
+Harm of one or two points cannot be told from a gain of as much. But where both models are asked, the mean of their
+probabilities loses hardly anything and keeps most of the gain (`blended`). So it is the answer while there is doubt.
 """
 
 import copy
@@ -28,12 +31,11 @@ LEAST_REPEATS = 1e-3  # added to both chances: one in a thousand classes
 FEW_PAIRS = 4  # that may be of one class by accident: their chance is added instead where it is larger
 SLACK_IMAGES = 128  # of which twice the tolerance is tolerated: few images do not show that predictions spread
 FEWEST_IMAGES = 32  # of which the harm is estimated; then twice as many, and so on, up to the window
-RECENT_IMAGES = 64  # of an estimate of the harm at present
+RECENT_IMAGES = 64  # of which a state's harm is known roughly; whose classes are watched between two questions
 STEADY_IMAGES = 128  # over which the steadiness of the source is estimated
 USUAL_STEADINESS = 0.6  # at which the tolerance is what the setting says
 PRIOR_IMAGES = 16  # for which the usual steadiness counts
-MOST_TOLERANT = 1.5  # factor on the tolerance, at most
-DOUBT = 0.3  # share of the harm that is tolerated, above which there is doubt
+OF_SOURCE = 0.4  # weight of the source's probabilities in a blended answer
 
 
 @dataclass
@@ -69,9 +71,9 @@ class Watch:
         self.of_method = [*self.of_method, *of_method.tolist()][-window:]
         self.asked_at = self.images
 
-    def compare(self, still: Tensor, moved: Tensor) -> None:
-        """Take in the source's predictions of images (n,), and of the same ones moved by a few pixels."""
-        self.steady = [*self.steady, *(still == moved).int().tolist()][-STEADY_IMAGES:]
+    def compare(self, steady: Tensor) -> None:
+        """Take in of which images (n,) the source keeps the class if they are moved by a few pixels."""
+        self.steady = [*self.steady, *steady.int().tolist()][-STEADY_IMAGES:]
 
     def follow(self, of_method: Tensor) -> None:
         """Take in the method's predictions (n,)."""
@@ -104,10 +106,9 @@ class Watch:
             n *= 2
         return False
 
-    def doubtful(self, tolerance: float, n: int) -> bool:
-        """Return whether the harm over the last n images, or over all of the window, is worth a closer look."""
-        stretches = {min(n, len(self.lost)), len(self.lost)} - {0}
-        return any(self.harm(n) > DOUBT * self.tolerated(tolerance, n) for n in stretches)
+    def doubtful(self, tolerance: float) -> bool:
+        """Return whether the harm over all of the window is above this tolerance."""
+        return self.harm() > self.tolerated(tolerance, max(len(self.lost), 1))
 
     @property
     def steadiness(self) -> float:
@@ -117,7 +118,7 @@ class Watch:
     def tolerated(self, tolerance: float, n: int) -> float:
         """Return the harm that is tolerated where it is estimated from n images."""
         to_gain = (1 - self.steadiness) / (1 - USUAL_STEADINESS)
-        return tolerance * min(to_gain**2, MOST_TOLERANT) * (1 + SLACK_IMAGES / n)
+        return tolerance * min(to_gain**2, 1) * (1 + SLACK_IMAGES / n)
 
     def repeating(self) -> bool:
         """Return whether the method's last predictions repeat themselves more than the source's did."""
@@ -158,6 +159,20 @@ def what_is_lost(asked: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]
     kept = q.gather(1, ours[:, None])[:, 0]
     kept = torch.where(logits.isfinite().all(-1), kept, 0.0)
     return (best - kept).cpu(), y.cpu(), ours.cpu()
+
+
+def blended(asked: Tensor, logits: Tensor) -> Tensor:
+    """Return the logarithm of the mean of both models' probabilities (n, C).
+
+    Some methods return logits on a smaller scale than the model's: they are scaled up to the spread of the source's.
+
+    Args:
+        asked: logits of the source (n, C).
+        logits: of the method.
+    """
+    scale = (asked.std(-1).mean() / logits.std(-1).mean()).nan_to_num(1.0).clamp(min=1)
+    probs = OF_SOURCE * asked.softmax(-1) + (1 - OF_SOURCE) * (scale * logits).softmax(-1)
+    return probs.log()
 
 
 def saved_watch(found: Any) -> Watch:

@@ -51,7 +51,7 @@ def _shared(method: Adapting) -> dict[int, Any]:
         if getattr(holder, attribute, None) is not None:
             shared.append(getattr(holder, attribute))
     if isinstance(method, Guarded):
-        shared += [method.source, method.unlearned, method.guard]
+        shared += [method.reference, method.guard]
     return {id(value): value for value in shared}
 
 
