@@ -55,7 +55,7 @@ from mgtta.data.corruptions import CORRUPTIONS
 from mgtta.data.datasets import open_dataset
 from mgtta.data.images import simplejpeg
 from mgtta.data.streams import corrupted, stream
-from mgtta.fast.engine import Captured, GraphPlace, _compiled
+from mgtta.fast.captured import Captured, GraphPlace, compiled_code
 from mgtta.fast.flat import FlatStep
 from mgtta.fast.vit import ViT
 from mgtta.learned.optimizer import BETAS, EPS, generator_inputs
@@ -108,7 +108,7 @@ def optimizer_step(model: mgtta.Classifier, way: str, hidden_size: int = 8) -> C
             return lambda: flat.step(grads, sound)
 
         def run() -> Pass:
-            _compiled(_flat_step)(flat, grads, sound)
+            compiled_code(_flat_step)(flat, grads, sound)
             return Pass(sound, [])
 
         captured = Captured(run, sound, GraphPlace(torch.cuda.graph_pool_handle(), torch.cuda.Stream()))

@@ -14,6 +14,7 @@ from mgtta.adaptation.state import own_buffers
 from mgtta.adaptation.wrapper import innermost
 from mgtta.data.embedded import EMBEDDED
 from mgtta.data.streams import Batch, corrupted, stream
+from mgtta.fast import choice
 from mgtta.fast import engine as fast
 from mgtta.fast import vit as plain
 from mgtta.fast.flat import FlatStep
@@ -213,7 +214,7 @@ def test_who_may_take_it(model, source, monkeypatch):
             return super().loss(x)
 
     with pytest.raises(ValueError, match="values in a batch"):
-        fast.fits(Other(model, Descent(0.1).factory()), "bf16")
+        choice.fits(Other(model, Descent(0.1).factory()), "bf16")
     for name, message in (("spa", "values in a batch"), ("cotta", "values"), ("lame", "values")):
         with pytest.raises(ValueError, match=message):
             mgtta.create(name, model, precision="bf16")

@@ -50,6 +50,13 @@ class Engine(Protocol):
     def warm_up(self, x: Tensor, learn: bool | None = None, observe: bool = True) -> None:
         """Prepare for batches of this shape; may change the method's state. The arguments: Method.warm_up."""
 
+    def replayed(self, function: Callable[[Tensor], Tensor], x: Tensor, now: bool = False) -> Tensor:
+        """Return function(x), which depends only on x and on frozen weights; a GPU replays it.
+
+        Args:
+            now: prepare for it at once, however rare the shape.
+        """
+
     def apart(self, x: Tensor) -> AbstractContextManager[None]:
         """Return a block that uses x, and for whose work on a GPU the caller does not wait."""
 
@@ -75,9 +82,7 @@ class EagerEngine:
             seen = method.adapt(x) if learn else self.predict(x)
         with torch.no_grad():
             seen = Pass(seen.logits.detach(), [f.detach() for f in seen.features])
-            logits = method.answer(seen)
-            if observe:
-                method.observe(seen)
+            logits = method.answer(seen, observe)
         return Pass(logits, seen.features)
 
     @torch.no_grad()
@@ -134,6 +139,9 @@ class EagerEngine:
 
     def warm_up(self, x: Tensor, learn: bool | None = None, observe: bool = True) -> None:
         """Do nothing: there is nothing to compile."""
+
+    def replayed(self, function: Callable[[Tensor], Tensor], x: Tensor, now: bool = False) -> Tensor:
+        return function(x)
 
     def apart(self, x: Tensor) -> AbstractContextManager[None]:
         return nullcontext()

@@ -63,7 +63,7 @@ class ROID(Method):
         self.register_buffer("probs", torch.empty(0))  # p_bar; uniform until there is one
         self.random = torch.Generator().manual_seed(seed)
 
-    def answer(self, seen: Pass) -> Tensor:
+    def answer(self, seen: Pass, observe: bool) -> Tensor:
         return prior_corrected(seen.logits)
 
     def loss(self, x: Tensor) -> tuple[Pass, Tensor]:
