@@ -348,7 +348,13 @@ def main() -> None:
         "--lr-always", type=float, nargs="+", default=[1e-3, 2e-3], help="of `accuracy`: MGTTA's without either"
     )
     parser.add_argument("--orders", type=int, default=3, help="of `accuracy`: of the images in each domain")
-    parser.add_argument("--compile", action="store_true", help="of `networks`: also compile them, half a minute each")
+    parser.add_argument(
+        "--compile", nargs="+", default=[], help="of `networks`: names of those to compile too, half a minute each"
+    )
+    parser.add_argument(
+        "--profile", nargs="+", default=[], help="of `networks`: names of those whose slowest kernels are listed"
+    )
+    parser.add_argument("--captured", action="store_true", help="of `plus`, `single`: captured, not compiled; a trial")
     parser.add_argument("--seconds", type=float, default=3600.0, help="of the visit; the rest is left out")
     parser.add_argument("--quick", action="store_true", help="does it run?")
     parser.add_argument("--out", type=Path, help="the folder of speed.json, speed.md and the plots of growth")

@@ -1,6 +1,7 @@
 """A classifier with its frozen weights in bfloat16, and how the fast path runs it.
 
-Norm layers compute in float32 on float32 parameters. Images are normalised in float32; logits and features are float32.
+Norm layers compute in float32 on float32 parameters. BatchNorm layers do so by themselves, from and to bfloat16; hooks
+convert what goes into others and comes out of them. Images are normalised in float32; logits and features are float32.
 """
 
 import copy
@@ -9,14 +10,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from mgtta.models.classifier import Classifier
 from mgtta.models.head import logits_of
 from mgtta.models.hooks import own_hook
 from mgtta.models.norms import blocks_of, dotted, norm_layers
-from mgtta.models.statistics import StreamStatistics
+from mgtta.models.statistics import StreamStatistics, has_variance
 
 Views = Callable[[Tensor], Tensor]  # images -> those that go through the network
 How = Callable[[Callable[..., Any]], Callable[..., Any]]  # a function -> the same function, or it compiled
@@ -29,6 +32,8 @@ def lower(model: Classifier) -> Classifier:
     """
     norms = set(norm_layers(model.net, model.norm_types).values())
     for prefix, module in model.net.named_modules():
+        if module in norms and isinstance(module, _BatchNorm):
+            continue
         if module in norms:
             module.register_forward_pre_hook(_raise)
             module.register_forward_hook(_round)
@@ -72,9 +77,16 @@ class Hooked:
     Args:
         recompute: keep no activations inside a block, but compute them again in the backward pass; not compiled.
         statistics: those of the stream, of BatchNorm layers; they follow batches while `collecting` is True.
+        reads_features: False: features are not computed.
     """
 
-    def __init__(self, model: Classifier, recompute: bool, statistics: StreamStatistics | None = None):
+    def __init__(
+        self,
+        model: Classifier,
+        recompute: bool,
+        statistics: StreamStatistics | None = None,
+        reads_features: bool = True,
+    ):
         shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
         shared[id(model.full_precision)] = model.full_precision
         self.model = copy.deepcopy(model, shared)
@@ -82,8 +94,12 @@ class Hooked:
         self.collecting = False
         self.statistics = statistics
         for i, name in enumerate([] if statistics is None else statistics.layers):
-            self.model.net.get_submodule(name).register_forward_pre_hook(partial(self._collect, i))
-        self.reader = self.model.reader()
+            layer = self.model.net.get_submodule(name)
+            if type(layer).forward is _BatchNorm.forward and layer.affine:
+                layer.forward = partial(self._normalised, i, layer)
+            else:
+                layer.register_forward_pre_hook(partial(self._collect, i))
+        self.reader = self.model.reader() if reads_features else None
         if _is_convolutional(self.model):
             for convolution in _convolutions(self.model):  # those in bfloat16 are made for channels last
                 convolution.weight.data = convolution.weight.data.contiguous(memory_format=torch.channels_last)
@@ -98,6 +114,19 @@ class Hooked:
             return how(_hooked)(self, x, views)
         found = _hooked(self, x, views)
         self.collecting = False  # blocks run again in the backward pass
+        return found
+
+    def _normalised(self, i: int, layer: Any, x: Tensor) -> Tensor:
+        """Return what a BatchNorm layer does, and follow the statistics that it has computed anyway."""
+        if not self.collecting or not layer.training or not has_variance(x):
+            return _BatchNorm.forward(layer, x)
+        assert self.statistics is not None
+        mean = torch.zeros_like(layer.weight)
+        var = torch.ones_like(layer.weight)
+        momentum = 1.0  # mean and var become those of the batch
+        found = F.batch_norm(x, mean, var, layer.weight, layer.bias, True, momentum, layer.eps)
+        values = x.numel() // x.shape[1]  # of each channel; the variance is the unbiased one
+        self.statistics.follow(i, mean, var * ((values - 1) / values), len(x))
         return found
 
     def _collect(self, i: int, _layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -122,6 +151,9 @@ def _last_channels(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ..
 
 def _hooked(network: Hooked, x: Tensor, views: Views) -> tuple[Tensor, list[Tensor]]:
     x = views(x)
-    network.reader.images = len(x)
+    reader = network.reader
+    if reader is None:
+        return network.model(x), []
+    reader.images = len(x)
     logits = network.model(x)
-    return logits, network.reader.take()
+    return logits, reader.take()

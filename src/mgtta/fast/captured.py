@@ -105,6 +105,8 @@ def _compiling(device: torch.device) -> ExitStack:
     stack = ExitStack()
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")  # torch's, about itself
+    stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+    torch.backends.cudnn.benchmark = True  # the quickest convolutions are found before the capture
     stack.enter_context(on_device(device))
     return stack
 

@@ -227,7 +227,7 @@ class FastEngine:
             if ViT.fits(model):
                 self.network = ViT(model, self.low_memory, float8)
             else:
-                self.network = Hooked(model, self.low_memory, self.method.statistics)
+                self.network = Hooked(model, self.low_memory, self.method.statistics, self.method.reads_features)
         return self.network
 
     # --- beside the caller's own work

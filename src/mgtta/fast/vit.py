@@ -55,7 +55,7 @@ class ViT:
             return False
         if type(net) is not timm.models.vision_transformer.VisionTransformer or not _plain_embedding(net):
             return False
-        plain = net.global_pool == "token" and net.num_prefix_tokens == 1 and getattr(net, "attn_pool", None) is None
+        plain = net.global_pool == "token" and net.cls_token is not None and getattr(net, "attn_pool", None) is None
         return plain and isinstance(net.head, nn.Linear) and _is_norm(net.norm) and all(map(_plain_block, net.blocks))
 
     @staticmethod

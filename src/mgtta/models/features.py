@@ -6,6 +6,7 @@ Shapes: N images, L tokens or places, d features.
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -50,7 +51,7 @@ class Tap:
             return t[:, 0]
         if t.shape[1] > self.prefix_tokens:
             t = t[:, self.prefix_tokens :]
-        return t.mean(1)
+        return t.mean(1, dtype=torch.promote_types(t.dtype, torch.float32))
 
 
 class TapReader:

@@ -36,10 +36,10 @@ def use_running_statistics(net: nn.Module) -> None:
 @own_hook
 def _batch_statistics_where_defined(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     """Take the running statistics where a batch has only one value per channel, which has no variance."""
-    layer.training = _has_variance(inputs[0]) or getattr(layer, "running_mean", None) is None
+    layer.training = has_variance(inputs[0]) or getattr(layer, "running_mean", None) is None
 
 
-def _has_variance(x: Tensor) -> bool:
+def has_variance(x: Tensor) -> bool:
     """Return whether x (N, C, ...) has more than one value per channel."""
     return x.numel() > x.shape[1]
 
@@ -95,14 +95,18 @@ class StreamStatistics(nn.Module):
     @torch.no_grad()
     def update(self, i: int, x: Tensor) -> None:
         """Take one batch x (N, C, ...) into the statistics of layer i; one that is not finite changes nothing."""
-        if not _has_variance(x):
+        if not has_variance(x):
             return
+        axes = [axis for axis in range(x.ndim) if axis != 1]
+        dtype = self.get_buffer(f"mean_{i}").dtype
+        batch_var, batch_mean = torch.var_mean(x.detach().to(dtype), axes, correction=0)
+        self.follow(i, batch_mean, batch_var, len(x))
+
+    @torch.no_grad()
+    def follow(self, i: int, batch_mean: Tensor, batch_var: Tensor, n: int) -> None:
+        """Take mean and variance (C,) of a batch of n images into the statistics of layer i."""
         mean = self.get_buffer(f"mean_{i}")  # (C,)
         var = self.get_buffer(f"var_{i}")  # (C,)
-        axes = [axis for axis in range(x.ndim) if axis != 1]
-        batch_var, batch_mean = torch.var_mean(x.detach().to(mean.dtype), axes, correction=0)
-
-        n = len(x)
         lowest_rate = 1 - (1 - MOMENTUM) ** (n / MOMENTUM_IMAGES)
         rate = (n / (self.images[i] + n)).clamp(min=lowest_rate).to(mean.dtype)
         new_mean = torch.lerp(mean, batch_mean, rate)
