@@ -17,6 +17,7 @@ from mgtta.data.streams import Batch, corrupted, stream
 from mgtta.fast import choice
 from mgtta.fast import engine as fast
 from mgtta.fast import vit as plain
+from mgtta.fast.captured import as_it_is
 from mgtta.fast.flat import FlatStep
 from mgtta.fast.remembered import is_remembered, remember
 from mgtta.fast.rounded import RoundedEngine
@@ -454,8 +455,8 @@ def test_which_networks_go_block_by_block():
     assert not plain.ViT.fits(mgtta.load_model("glyphs_vit"))  # its stem has BatchNorm
     assert not plain.ViT.fits(mgtta.load_model("patterns_vit"))  # its tokens come from convolutions, and are averaged
     for more in (
-        {"global_pool": "avg"},
-        {"reg_tokens": 2},
+        {"global_pool": "map"},
+        {"global_pool": "avg", "final_norm": False},
         {"pre_norm": True},
         {"qk_norm": True},
         {"act_layer": torch.nn.ReLU},
@@ -469,6 +470,39 @@ def test_which_networks_go_block_by_block():
         method = make("tent", net)
         assert method(images(4)).isfinite().all()
         assert (method.updates, method.skipped) == (1, 0)
+
+
+ENDS = [
+    {},
+    {"reg_tokens": 2},
+    {"global_pool": "avg"},
+    {"global_pool": "avg", "fc_norm": False, "reg_tokens": 1},
+    {"global_pool": "avg", "class_token": False},
+]
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+@pytest.mark.parametrize("more", ENDS, ids=str)
+def test_block_by_block_with_registers_and_average_pooling(more, low_memory):
+    """Logits, features and gradients are those of the network run module by module."""
+    torch.manual_seed(0)
+    net = timm.models.VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=2, num_classes=CLASSES, **more
+    )
+    assert plain.ViT.fits(mgtta.load_model(net))
+    exact, quick = (make("mgtta", copy.deepcopy(net), precision=p) for p in ("fp32", "bf16"))
+    quick.engine.low_memory = low_memory
+    x = images(6)
+    found = []
+    for method, look in ((exact, exact.look), (quick, lambda x: quick.engine._look(x, as_it_is))):
+        seen = look(x)
+        grads = torch.autograd.grad(method.objective(*seen), list(method.adapted.values()), allow_unused=True)
+        found.append((seen, torch.cat([g.flatten() for g in grads if g is not None])))
+    (expected, expected_grad), (seen, grad) = found
+    assert close(seen.logits, expected.logits)
+    assert len(seen.features) == len(expected.features)
+    assert all(close(a, b) for a, b in zip(seen.features, expected.features, strict=True))
+    assert (grad - expected_grad).norm() < 0.12 * expected_grad.norm()  # as for a class token without registers
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's, about itself
