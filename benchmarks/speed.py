@@ -335,7 +335,7 @@ def main() -> None:
     parser.add_argument("--model", default="vit_base_patch16_224", help="of `step`: a timm name, or a shipped one")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument(
-        "--only", nargs="+", help="of `step`: names of contenders, such as MGTTA; the others are left out"
+        "--only", nargs="+", help="of `step` and `methods`: names of contenders, such as MGTTA; the others are left out"
     )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -352,7 +352,10 @@ def main() -> None:
         "--compile", nargs="+", default=[], help="of `networks`: names of those to compile too, half a minute each"
     )
     parser.add_argument(
-        "--profile", nargs="+", default=[], help="of `networks`: names of those whose slowest kernels are listed"
+        "--profile",
+        nargs="+",
+        default=[],
+        help="of `networks` and `methods`: names of those whose slowest kernels are listed",
     )
     parser.add_argument("--captured", action="store_true", help="of `plus`, `single`: captured, not compiled; a trial")
     parser.add_argument("--seconds", type=float, default=3600.0, help="of the visit; the rest is left out")

@@ -93,13 +93,17 @@ def methods(args: argparse.Namespace) -> dict[str, Any]:
     """Methods that choose images, in float32 and on the fast path."""
     model = classifier(args.model, args.device)
     x = images(model, args.batch, args.device)
-    chosen = list(METHODS)[:2] if args.quick else list(METHODS)
+    chosen = list(METHODS)[:2] if args.quick else args.only or list(METHODS)
     who = [
         method_of(name, name, model, x, precision, seconds=10.0, **METHODS[name])
         for name in chosen
         for precision in ("fp32", "bf16")
     ]
-    return {"model": args.model, "batch": args.batch, "rows": measure(who, args.rounds, args.device, args.deadline)}
+    rows = measure(who, args.rounds, args.device, args.deadline)
+    for contender in who:
+        if contender.name in args.profile and contender.precision == "bf16":
+            print("\n".join(kernels(contender.make())), file=sys.stderr)
+    return {"model": args.model, "batch": args.batch, "rows": rows}
 
 
 def networks(args: argparse.Namespace) -> dict[str, Any]:

@@ -15,12 +15,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from mgtta._lib.timm import timm
+from mgtta.fast.kernels import has_norm_kernel, norm_backward, norm_forward
 from mgtta.models.classifier import Classifier
 from mgtta.models.head import logits_of
-from mgtta.models.hooks import own_hook
+from mgtta.models.hooks import own_hook, remove_hook
 from mgtta.models.norms import blocks_of, dotted, norm_layers
 from mgtta.models.statistics import StreamStatistics, has_variance
 
+PLAIN_NORMS = (nn.LayerNorm, timm.layers.LayerNorm)  # over the last axis
 Views = Callable[[Tensor], Tensor]  # images -> those that go through the network
 How = Callable[[Callable[..., Any]], Callable[..., Any]]  # a function -> the same function, or it compiled
 
@@ -99,6 +102,11 @@ class Hooked:
                 layer.forward = partial(self._normalised, i, layer)
             else:
                 layer.register_forward_pre_hook(partial(self._collect, i))
+        for layer in norm_layers(self.model.net, self.model.norm_types).values():
+            if type(layer) in PLAIN_NORMS and len(layer.normalized_shape) == 1 and layer.bias is not None:
+                remove_hook(layer, _raise)
+                remove_hook(layer, _round)
+                layer.forward = partial(_layer_norm, layer)
         self.reader = self.model.reader() if reads_features else None
         if _is_convolutional(self.model):
             for convolution in _convolutions(self.model):  # those in bfloat16 are made for channels last
@@ -135,6 +143,33 @@ class Hooked:
             self.statistics.update(i, inputs[0])
 
 
+def _layer_norm(layer: Any, x: Tensor) -> Tensor:
+    """Return LayerNorm of x (..., d), computed in float32, in the dtype of x."""
+    if not has_norm_kernel(x):
+        h = F.layer_norm(x.float(), layer.normalized_shape, layer.weight, layer.bias, layer.eps)
+        return h.to(x.dtype)
+    rows = x.reshape(1, -1, x.shape[-1])
+    if torch.is_grad_enabled():
+        found = _LayerNorm.apply(rows, layer.weight, layer.bias, layer.eps)
+    else:
+        found = norm_forward(rows, layer.weight, layer.bias, layer.eps, None).y
+    return found.view(x.shape)
+
+
+class _LayerNorm(torch.autograd.Function):
+    """LayerNorm of rows (1, rows, d), by one kernel in each direction."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        normed = norm_forward(x, weight, bias, eps, x.dtype)
+        ctx.save_for_backward(normed.z, normed.scale, weight)
+        return normed.y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return *norm_backward(grads[0], *ctx.saved_tensors, None, None), None
+
+
 def _is_convolutional(model: Classifier) -> bool:
     """Return True for a network on a GPU with more convolutions than that of its patches."""
     convolutions = _convolutions(model)
@@ -156,4 +191,4 @@ def _hooked(network: Hooked, x: Tensor, views: Views) -> tuple[Tensor, list[Tens
         return network.model(x), []
     reader.images = len(x)
     logits = network.model(x)
-    return logits, reader.take()
+    return logits, [f.float() for f in reader.take()]

@@ -23,7 +23,14 @@ from torch import Tensor, nn
 from mgtta._lib.timm import timm
 from mgtta.fast.bf16 import How, Views
 from mgtta.fast.float8 import FLOAT8, Float8Weights, float8_weights, multiplies_float8
-from mgtta.fast.kernels import norm_backward, qkv_backward
+from mgtta.fast.kernels import (
+    Normed,
+    has_norm_kernel,
+    norm_backward,
+    norm_forward,
+    plain_norm_forward,
+    qkv_backward,
+)
 from mgtta.fast.mlp import mlp
 from mgtta.models.classifier import Classifier
 
@@ -290,29 +297,21 @@ def _norm(
         pool: the tap is the mean of LayerNorm(x) over all tokens after so many; None: it is that of the first token.
     """
     if not torch.is_grad_enabled():
-        _, _, h, tap = _normed(x, layer.weight, layer.bias, layer.eps, pool)
-        return h, x, tap
+        normed = _normed(x, layer.weight, layer.bias, layer.eps, None, pool)
+        return normed.y, x, normed.first
     if keep is None:
         h = F.layer_norm(x.float(), layer.normalized_shape, layer.weight, layer.bias, layer.eps)
         return h.to(x.dtype), x, h[:, 0] if pool is None else h[:, pool:].mean(1)
     return _Norm.apply(x, layer.weight, layer.bias, layer.eps, keep, tapped, pool)
 
 
-def _normed(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, pool: int | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the normalised x; 1 / std of its rows; LayerNorm(x) in x's dtype; and the tap in float32.
-
-    The first token is computed separately. If it were a slice of the whole, a compiler would write it all in float32.
-    """
-    mean = x.float().mean(-1, keepdim=True)
-    scale = ((x.float() - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
-    z = (x.float() - mean) * scale
+def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dtype | None, pool: int | None) -> Normed:
+    """Return LayerNorm(x), what its backward pass needs, and in the place of the first token the tap of `pool`."""
+    forward = norm_forward if has_norm_kernel(x) else plain_norm_forward
+    normed = forward(x, weight, bias, eps, keep)
     if pool is None:
-        tap = (x[:, 0].float() - mean[:, 0]) * scale[:, 0] * weight + bias
-    else:
-        tap = z[:, pool:].mean(1) * weight + bias
-    return z, scale, (z * weight + bias).to(x.dtype), tap
+        return normed
+    return normed._replace(first=normed.y[:, pool:].mean(1, dtype=torch.float32))
 
 
 class _Norm(torch.autograd.Function):
@@ -332,11 +331,11 @@ class _Norm(torch.autograd.Function):
         tapped: bool,
         pool: int | None,
     ) -> Any:
-        z, scale, h, tap = _normed(x, weight, bias, eps, pool)
-        ctx.save_for_backward(z.to(keep), scale, weight)
+        normed = _normed(x, weight, bias, eps, keep, pool)
+        ctx.save_for_backward(normed.z, normed.scale, weight)
         ctx.tapped = tapped
         ctx.pool = pool
-        return h, x.view_as(x), tap
+        return normed.y, x.view_as(x), normed.first
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
