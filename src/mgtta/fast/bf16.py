@@ -23,7 +23,7 @@ from mgtta.models.hooks import own_hook, remove_hook
 from mgtta.models.norms import blocks_of, dotted, norm_layers
 from mgtta.models.statistics import StreamStatistics, has_variance
 
-PLAIN_NORMS = (nn.LayerNorm, timm.layers.LayerNorm)  # over the last axis
+PLAIN_NORMS = (nn.LayerNorm, timm.layers.LayerNorm)
 Views = Callable[[Tensor], Tensor]  # images -> those that go through the network
 How = Callable[[Callable[..., Any]], Callable[..., Any]]  # a function -> the same function, or it compiled
 
@@ -103,7 +103,7 @@ class Hooked:
             else:
                 layer.register_forward_pre_hook(partial(self._collect, i))
         for layer in norm_layers(self.model.net, self.model.norm_types).values():
-            if type(layer) in PLAIN_NORMS and len(layer.normalized_shape) == 1 and layer.bias is not None:
+            if _is_plain_norm(layer):
                 remove_hook(layer, _raise)
                 remove_hook(layer, _round)
                 layer.forward = partial(_layer_norm, layer)
@@ -143,6 +143,11 @@ class Hooked:
             self.statistics.update(i, inputs[0])
 
 
+def _is_plain_norm(layer: Any) -> bool:
+    """Return whether a layer is a LayerNorm over the last axis, with weight and bias."""
+    return type(layer) in PLAIN_NORMS and len(layer.normalized_shape) == 1 and layer.bias is not None
+
+
 def _layer_norm(layer: Any, x: Tensor) -> Tensor:
     """Return LayerNorm of x (..., d), computed in float32, in the dtype of x."""
     if not has_norm_kernel(x):
@@ -167,7 +172,9 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return *norm_backward(grads[0], *ctx.saved_tensors, None, None), None
+        [grad] = grads
+        z, scale, weight = ctx.saved_tensors
+        return *norm_backward(grad, z, scale, weight, None, None), None
 
 
 def _is_convolutional(model: Classifier) -> bool:
