@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -525,6 +526,29 @@ def test_it_compiles_in_one_piece_each(name, low_memory, precision):
     for logits in expected:
         found = twin.engine._step(fast.Part(True, True, False), x, how)
         torch.testing.assert_close(found.logits, logits, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, about itself
+@pytest.mark.parametrize("net", ["resnet10t", "convnext_atto"])
+def test_other_networks_compile_in_one_piece(net):
+    """By torch's tracer, as above; with the stream's statistics of BatchNorm layers."""
+    torch.manual_seed(0)
+    method = make("tent", timm.create_model(net, num_classes=CLASSES))
+    method(images(8))
+    twin = copy.deepcopy(method)
+    expected = method(images(8, seed=1))
+    x = images(8, seed=1)
+    twin.engine._lay_out(x)
+    twin.engine.flat.take_in()
+    compiled = partial(torch.compile, dynamic=False, backend="eager", fullgraph=True)
+    found = twin.engine._step(fast.Part(True, False, True), x, compiled)
+    assert close(found.logits, expected)
+    theirs = dict(method.named_buffers())
+    for name, value in twin.named_buffers():
+        torch.testing.assert_close(value, theirs[name], atol=0.01, rtol=0.01)
+    exported = method.export()
+    assert all(not getattr(vars(module).get("forward"), "is_mgtta_hook", False) for module in exported.modules())
+    assert exported(x).isfinite().all()
 
 
 def test_warm_up_leaves_no_trace():

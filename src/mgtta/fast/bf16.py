@@ -1,7 +1,8 @@
 """A classifier with its frozen weights in bfloat16, and how the fast path runs it.
 
-Norm layers compute in float32 on float32 parameters. BatchNorm layers do so by themselves, from and to bfloat16; hooks
-convert what goes into others and comes out of them. Images are normalised in float32; logits and features are float32.
+Norm layers compute in float32 on float32 parameters. BatchNorm layers do so by themselves, from and to bfloat16, and
+LayerNorm layers by a kernel; hooks convert what goes into others and comes out of them. Images are normalised in
+float32; logits and features are float32.
 """
 
 import copy
@@ -19,7 +20,7 @@ from mgtta._lib.timm import timm
 from mgtta.fast.kernels import has_norm_kernel, norm_backward, norm_forward
 from mgtta.models.classifier import Classifier
 from mgtta.models.head import logits_of
-from mgtta.models.hooks import own_hook, remove_hook
+from mgtta.models.hooks import own_hook, set_forward
 from mgtta.models.norms import blocks_of, dotted, norm_layers
 from mgtta.models.statistics import StreamStatistics, has_variance
 
@@ -35,11 +36,8 @@ def lower(model: Classifier) -> Classifier:
     """
     norms = set(norm_layers(model.net, model.norm_types).values())
     for prefix, module in model.net.named_modules():
-        if module in norms and isinstance(module, _BatchNorm):
-            continue
         if module in norms:
-            module.register_forward_pre_hook(_raise)
-            module.register_forward_hook(_round)
+            _round_norm(module)
             continue
         for name, t in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if t.is_floating_point() and t.dtype != torch.bfloat16:  # shared weights are met twice
@@ -49,6 +47,17 @@ def lower(model: Classifier) -> Classifier:
     model.net.register_forward_hook(_raise_output)
     model.image_dtype = torch.float32
     return model
+
+
+def _round_norm(layer: nn.Module) -> None:
+    """Let a norm layer take and give bfloat16, and compute in float32."""
+    if isinstance(layer, _BatchNorm):
+        return
+    if _is_plain_norm(layer):
+        set_forward(layer, _layer_norm)
+        return
+    layer.register_forward_pre_hook(_raise)
+    layer.register_forward_hook(_round)
 
 
 @own_hook
@@ -102,11 +111,6 @@ class Hooked:
                 layer.forward = partial(self._normalised, i, layer)
             else:
                 layer.register_forward_pre_hook(partial(self._collect, i))
-        for layer in norm_layers(self.model.net, self.model.norm_types).values():
-            if _is_plain_norm(layer):
-                remove_hook(layer, _raise)
-                remove_hook(layer, _round)
-                layer.forward = partial(_layer_norm, layer)
         self.reader = self.model.reader() if reads_features else None
         if _is_convolutional(self.model):
             for convolution in _convolutions(self.model):  # those in bfloat16 are made for channels last
@@ -145,14 +149,16 @@ class Hooked:
 
 def _is_plain_norm(layer: Any) -> bool:
     """Return whether a layer is a LayerNorm over the last axis, with weight and bias."""
-    return type(layer) in PLAIN_NORMS and len(layer.normalized_shape) == 1 and layer.bias is not None
+    if type(layer) not in PLAIN_NORMS or "forward" in vars(layer):
+        return False
+    return len(layer.normalized_shape) == 1 and layer.bias is not None
 
 
 def _layer_norm(layer: Any, x: Tensor) -> Tensor:
-    """Return LayerNorm of x (..., d), computed in float32, in the dtype of x."""
-    if not has_norm_kernel(x):
+    """Return LayerNorm of x (..., d), computed in float32, in bfloat16."""
+    if x.dtype != torch.bfloat16 or not has_norm_kernel(x):
         h = F.layer_norm(x.float(), layer.normalized_shape, layer.weight, layer.bias, layer.eps)
-        return h.to(x.dtype)
+        return h.to(torch.bfloat16)
     rows = x.reshape(1, -1, x.shape[-1])
     if torch.is_grad_enabled():
         found = _LayerNorm.apply(rows, layer.weight, layer.bias, layer.eps)
@@ -198,4 +204,4 @@ def _hooked(network: Hooked, x: Tensor, views: Views) -> tuple[Tensor, list[Tens
         return network.model(x), []
     reader.images = len(x)
     logits = network.model(x)
-    return logits, [f.float() for f in reader.take()]
+    return logits, reader.take()

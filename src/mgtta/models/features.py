@@ -47,11 +47,12 @@ class Tap:
         elif t.ndim == 3 and t.shape[0] % n and t.shape[1] == n:
             t = t.transpose(0, 1)  # (L, N, d) -> (N, L, d)
         t = t.reshape(n, -1, t.shape[-1])  # (N, L, d)
+        dtype = torch.promote_types(t.dtype, torch.float32)
         if self.class_token:
-            return t[:, 0]
+            return t[:, 0].to(dtype)
         if t.shape[1] > self.prefix_tokens:
             t = t[:, self.prefix_tokens :]
-        return t.mean(1, dtype=torch.promote_types(t.dtype, torch.float32))
+        return t.mean(1, dtype=dtype)
 
 
 class TapReader:
