@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mgtta._lib.timm import timm
 from mgtta.fast.kernels import has_norm_kernel, norm_backward, norm_forward
+from mgtta.fast.mlp import is_plain_mlp, mlp
 from mgtta.models.classifier import Classifier
 from mgtta.models.head import logits_of
 from mgtta.models.hooks import own_hook, set_forward
@@ -39,6 +40,8 @@ def lower(model: Classifier) -> Classifier:
         if module in norms:
             _round_norm(module)
             continue
+        if is_plain_mlp(module) and "forward" not in vars(module):
+            set_forward(module, _frozen_mlp)
         for name, t in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if t.is_floating_point() and t.dtype != torch.bfloat16:  # shared weights are met twice
                 model.full_precision[dotted(prefix, name)] = t.detach().to("cpu", copy=True)
@@ -47,6 +50,12 @@ def lower(model: Classifier) -> Classifier:
     model.net.register_forward_hook(_raise_output)
     model.image_dtype = torch.float32
     return model
+
+
+def _frozen_mlp(module: Any, x: Tensor) -> Tensor:
+    """Return what an MLP of timm's gives for x (..., d)."""
+    rows = x.reshape(1, -1, x.shape[-1])
+    return mlp(rows, module.fc1, module.fc2).view(*x.shape[:-1], -1)
 
 
 def _round_norm(layer: nn.Module) -> None:

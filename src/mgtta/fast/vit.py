@@ -31,7 +31,7 @@ from mgtta.fast.kernels import (
     plain_norm_forward,
     qkv_backward,
 )
-from mgtta.fast.mlp import mlp
+from mgtta.fast.mlp import is_plain_mlp, mlp
 from mgtta.models.classifier import Classifier
 
 RECOMPUTED_IMAGES = 64  # with little memory, that pass a block at a time
@@ -146,19 +146,15 @@ def _plain_end(net: Any) -> bool:
 
 def _plain_block(block: Any) -> bool:
     vit = timm.models.vision_transformer
-    if type(block) is not vit.Block or type(block.attn) is not vit.Attention or type(block.mlp) is not timm.layers.Mlp:
+    if type(block) is not vit.Block or type(block.attn) is not vit.Attention or not is_plain_mlp(block.mlp):
         return False
     attn = block.attn
-    mlp = block.mlp
-    identities = (attn.q_norm, attn.k_norm, getattr(attn, "norm", None), mlp.norm)
+    identities = (attn.q_norm, attn.k_norm, getattr(attn, "norm", None))
     return (
         _is_norm(block.norm1)
         and _is_norm(block.norm2)
         and all(isinstance(module, nn.Identity) for module in identities)
         and getattr(attn, "gate", None) is None
-        and isinstance(mlp.fc1, nn.Linear)
-        and isinstance(mlp.act, nn.GELU)
-        and mlp.act.approximate == "none"
     )
 
 
