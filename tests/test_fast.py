@@ -15,7 +15,7 @@ from mgtta.adaptation.state import own_buffers
 from mgtta.adaptation.wrapper import innermost
 from mgtta.data.embedded import EMBEDDED
 from mgtta.data.streams import Batch, corrupted, stream
-from mgtta.fast import choice
+from mgtta.fast import choice, graphed
 from mgtta.fast import engine as fast
 from mgtta.fast import vit as plain
 from mgtta.fast.captured import as_it_is
@@ -125,6 +125,33 @@ def test_steps_of_their_own_run_over_rounded_weights(name):
         make(name, precision="fp8")
     with pytest.raises(TypeError, match="precision='fp32'"):
         quick.double()
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_passes_are_filled_up_to_the_batch(name, monkeypatch):
+    """With a stand-in for a graph that runs the network on so many images: the result is the same."""
+    settings = {"deyo": {"entropy_threshold": 0.8, "plpd_threshold": -1.0}}.get(name, {})
+    method, twin = (make(name, lr=1e-4, **settings) for _ in range(2))
+    made = []
+
+    class Filled:
+        def __init__(self, run, x, params):
+            made.append(len(x))
+            self.run, self.x = run, x
+
+        def __call__(self, x):
+            return self.run(torch.cat([x, torch.zeros_like(self.x[len(x) :])]))[: len(x)]
+
+    monkeypatch.setattr(graphed, "_Pass", Filled)
+    monkeypatch.setattr(graphed, "CAPTURE_BATCHES", 1)
+    expected = [twin(x) for x in batches(4)]
+    monkeypatch.setattr(graphed, "DEVICE", "cpu")
+    for x, logits in zip(batches(4), expected, strict=True):
+        torch.testing.assert_close(method(x), logits, atol=1e-2, rtol=1e-2)
+    assert made
+    assert set(made) == {8}
+    assert method.updates == twin.updates > 0
+    assert "forward" not in vars(method.model.net)
 
 
 def test_a_graph_finds_buffers_that_a_reset_or_a_load_has_replaced():
@@ -638,6 +665,32 @@ class TestOnTheGPU:
             for name, value in method.statistics.named_buffers():
                 torch.testing.assert_close(value, theirs[name], atol=0.05, rtol=0.05)
         assert method.export()(x.cuda()).isfinite().all()
+
+    @pytest.mark.parametrize("name", ["sar", "deyo", "roid", "cmf"])
+    def test_passes_of_steps_of_their_own_are_captured(self, name, monkeypatch):
+        settings = {"sar": {"margin": 1.1}, "deyo": {"entropy_threshold": 1.1, "plpd_threshold": -1.0}}.get(name, {})
+        method, twin = (on_gpu(name, lr=1e-3, **settings) for _ in range(2))
+        twin.engine.step(images(8).cuda(), True, True, True)
+        twin.reset()
+        twin.engine.graphs.captures = False
+        monkeypatch.setattr(graphed, "CAPTURE_BATCHES", 1)
+        for seed in range(5):
+            x = images(8, seed=seed).cuda()
+            assert close(method(x), twin(x))
+        assert method.updates == twin.updates == 5
+        assert len(method.engine.graphs.passes) >= 2
+        assert "forward" not in vars(method.model.net)
+        assert method.engine.graphs.captures
+        moved = torch.cat([p.flatten() for p in method.adapted.values()])
+        expected = torch.cat([p.flatten() for p in twin.adapted.values()])
+        start = torch.cat([p.flatten() for p in method.origin])
+        assert (moved - expected).norm() < 0.1 * (expected - start).norm()
+        assert close(copy.deepcopy(method)(images(8).cuda()), method(images(8).cuda()))
+        bad = images(8)
+        bad[0, 0, 0, 0] = float("nan")
+        method(bad.cuda())
+        assert method.skipped == 1
+        assert method(images(5).cuda()).isfinite().all()
 
     def test_gathered_images_are_learned_from_apart(self, monkeypatch):
         monkeypatch.setattr(fast, "CAPTURE_BATCHES", 2)

@@ -45,7 +45,7 @@ class Captured:
         self.graph = torch.cuda.CUDAGraph()
         before = torch.cuda.Stream(x.device)
         before.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(before), _compiling(x.device):
+        with torch.cuda.stream(before), capturing(x.device):
             for _ in range(3):
                 run()
         torch.cuda.current_stream(x.device).wait_stream(before)
@@ -56,7 +56,7 @@ class Captured:
         allocated = torch.cuda.memory_allocated(x.device)
         held = torch.cuda.memory_reserved(x.device)
         with (
-            _compiling(x.device),
+            capturing(x.device),
             torch.cuda.graph(self.graph, pool=place.pool, stream=place.stream, capture_error_mode="thread_local"),
         ):
             self.result = run()
@@ -101,7 +101,8 @@ def _within_limits(compiled: Callable[..., Any], *args: Any) -> Any:
         return compiled(*args)
 
 
-def _compiling(device: torch.device) -> ExitStack:
+def capturing(device: torch.device) -> ExitStack:
+    """Return a block in which a step is prepared for a capture, compiled or captured."""
     stack = ExitStack()
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("ignore")  # torch's, about itself
