@@ -23,7 +23,7 @@ from mgtta.models.classifier import Classifier
 from mgtta.models.head import logits_of
 from mgtta.models.hooks import own_hook, set_forward
 from mgtta.models.norms import blocks_of, dotted, norm_layers
-from mgtta.models.statistics import StreamStatistics, has_variance
+from mgtta.models.statistics import BatchMoments, StreamStatistics, has_variance
 
 PLAIN_NORMS = (nn.LayerNorm, timm.layers.LayerNorm)
 Views = Callable[[Tensor], Tensor]  # images -> those that go through the network
@@ -113,13 +113,10 @@ class Hooked:
         self.model = copy.deepcopy(model, shared)
         self.recompute = recompute
         self.collecting = False
+        self.collected: dict[int, BatchMoments] = {}  # of BatchNorm layers, in the present pass
         self.statistics = statistics
-        for i, name in enumerate([] if statistics is None else statistics.layers):
-            layer = self.model.net.get_submodule(name)
-            if type(layer).forward is _BatchNorm.forward and layer.affine:
-                layer.forward = partial(self._normalised, i, layer)
-            else:
-                layer.register_forward_pre_hook(partial(self._collect, i))
+        if statistics is not None:
+            self._follow(statistics)
         self.reader = self.model.reader() if reads_features else None
         if _is_convolutional(self.model):
             for convolution in _convolutions(self.model):  # those in bfloat16 are made for channels last
@@ -128,6 +125,18 @@ class Hooked:
         for name in blocks_of(self.model.net) if recompute else ():
             block = self.model.net.get_submodule(name)
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+
+    def _follow(self, statistics: StreamStatistics) -> None:
+        """Let BatchNorm layers tell the stream's statistics what they see."""
+        telling = []
+        for i, name in enumerate(statistics.layers):
+            layer = self.model.net.get_submodule(name)
+            if type(layer).forward is _BatchNorm.forward and layer.affine:
+                layer.forward = partial(self._normalised, i, layer)
+                telling.append(i)
+            else:
+                layer.register_forward_pre_hook(partial(self._collect, i))
+        statistics.places(telling)
 
     def __call__(self, x: Tensor, how: How, views: Views) -> tuple[Tensor, list[Tensor]]:
         """Return the logits, and the features of each layer, of views of x."""
@@ -147,7 +156,11 @@ class Hooked:
         momentum = 1.0  # mean and var become those of the batch
         found = F.batch_norm(x, mean, var, layer.weight, layer.bias, True, momentum, layer.eps)
         values = x.numel() // x.shape[1]  # of each channel; the variance is the unbiased one
-        self.statistics.follow(i, mean, var * ((values - 1) / values), len(x))
+        moments = (mean, var * ((values - 1) / values))
+        if i in self.collected:  # a layer that is used twice
+            self.statistics.follow(i, *moments, len(x))
+        else:
+            self.collected[i] = moments
         return found
 
     def _collect(self, i: int, _layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -209,8 +222,11 @@ def _last_channels(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ..
 def _hooked(network: Hooked, x: Tensor, views: Views) -> tuple[Tensor, list[Tensor]]:
     x = views(x)
     reader = network.reader
-    if reader is None:
-        return network.model(x), []
-    reader.images = len(x)
+    if reader is not None:
+        reader.images = len(x)
     logits = network.model(x)
-    return logits, reader.take()
+    if network.collected:
+        assert network.statistics is not None
+        network.statistics.follow_all(network.collected, len(x))
+        network.collected.clear()
+    return logits, [] if reader is None else reader.take()
