@@ -25,7 +25,7 @@ from mgtta.models.hooks import own_hook, set_forward
 from mgtta.models.norms import blocks_of, dotted, norm_layers
 from mgtta.models.statistics import BatchMoments, StreamStatistics, has_variance
 
-PLAIN_NORMS = (nn.LayerNorm, timm.layers.LayerNorm)
+PLAIN_NORMS = (nn.LayerNorm, timm.layers.LayerNorm, timm.layers.LayerNorm2d)
 Views = Callable[[Tensor], Tensor]  # images -> those that go through the network
 How = Callable[[Callable[..., Any]], Callable[..., Any]]  # a function -> the same function, or it compiled
 
@@ -63,7 +63,7 @@ def _round_norm(layer: nn.Module) -> None:
     if isinstance(layer, _BatchNorm):
         return
     if _is_plain_norm(layer):
-        set_forward(layer, _layer_norm)
+        set_forward(layer, _layer_norm_2d if isinstance(layer, timm.layers.LayerNorm2d) else _layer_norm)
         return
     layer.register_forward_pre_hook(_raise)
     layer.register_forward_hook(_round)
@@ -113,7 +113,8 @@ class Hooked:
         self.model = copy.deepcopy(model, shared)
         self.recompute = recompute
         self.collecting = False
-        self.collected: dict[int, BatchMoments] = {}  # of BatchNorm layers, in the present pass
+        self.collected: dict[int, int] = {}  # BatchNorm layers of the present pass -> values of a channel
+        self.room: list[BatchMoments] = []  # where BatchNorm layers leave mean and unbiased variance of a batch
         self.statistics = statistics
         if statistics is not None:
             self._follow(statistics)
@@ -131,12 +132,15 @@ class Hooked:
         telling = []
         for i, name in enumerate(statistics.layers):
             layer = self.model.net.get_submodule(name)
-            if type(layer).forward is _BatchNorm.forward and layer.affine:
+            if type(layer).forward is _BatchNorm.forward and layer.affine and not self.recompute:
                 layer.forward = partial(self._normalised, i, layer)
                 telling.append(i)
             else:
                 layer.register_forward_pre_hook(partial(self._collect, i))
         statistics.places(telling)
+        sizes = [len(statistics.get_buffer(f"mean_{i}")) for i in range(len(statistics.layers))]
+        both = statistics.images.new_zeros(2, sum(sizes))
+        self.room = list(zip(*(row.split(sizes) for row in both), strict=True))
 
     def __call__(self, x: Tensor, how: How, views: Views) -> tuple[Tensor, list[Tensor]]:
         """Return the logits, and the features of each layer, of views of x."""
@@ -150,18 +154,27 @@ class Hooked:
         """Return what a BatchNorm layer does, and follow the statistics that it has computed anyway."""
         if not self.collecting or not layer.training or not has_variance(x):
             return _BatchNorm.forward(layer, x)
-        assert self.statistics is not None
-        mean = torch.zeros_like(layer.weight)
-        var = torch.ones_like(layer.weight)
+        mean, var = self.room[i]
         momentum = 1.0  # mean and var become those of the batch
-        found = F.batch_norm(x, mean, var, layer.weight, layer.bias, True, momentum, layer.eps)
-        values = x.numel() // x.shape[1]  # of each channel; the variance is the unbiased one
-        moments = (mean, var * ((values - 1) / values))
-        if i in self.collected:  # a layer that is used twice
-            self.statistics.follow(i, *moments, len(x))
-        else:
-            self.collected[i] = moments
-        return found
+        self.collected[i] = x.numel() // x.shape[1]
+        return F.batch_norm(x, mean, var, layer.weight, layer.bias, True, momentum, layer.eps)
+
+    def begin(self) -> None:
+        """Prepare for a pass: forget what was left of the last one, which may not be finite."""
+        if self.room and self.collecting:
+            torch._foreach_zero_([t for moments in self.room for t in moments])
+
+    def end(self, n: int) -> None:
+        """Take what BatchNorm layers left of a batch of n images into the stream's statistics."""
+        if not self.collected:
+            return
+        assert self.statistics is not None
+        layers = sorted(self.collected)
+        shares = [(self.collected[i] - 1) / self.collected[i] for i in layers]  # biased / unbiased variance
+        variances = torch._foreach_mul([self.room[i][1] for i in layers], shares)
+        means = [self.room[i][0] for i in layers]
+        self.statistics.follow_all(dict(zip(layers, zip(means, variances, strict=True), strict=True)), n)
+        self.collected.clear()
 
     def _collect(self, i: int, _layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if self.collecting:
@@ -170,10 +183,15 @@ class Hooked:
 
 
 def _is_plain_norm(layer: Any) -> bool:
-    """Return whether a layer is a LayerNorm over the last axis, with weight and bias."""
+    """Return whether a layer is a LayerNorm over the last axis, or over channels, with weight and bias."""
     if type(layer) not in PLAIN_NORMS or "forward" in vars(layer):
         return False
     return len(layer.normalized_shape) == 1 and layer.bias is not None
+
+
+def _layer_norm_2d(layer: Any, x: Tensor) -> Tensor:
+    """Return LayerNorm over the channels of x (N, d, H, W), which is quick if they are last in memory."""
+    return _layer_norm(layer, x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 def _layer_norm(layer: Any, x: Tensor) -> Tensor:
@@ -224,9 +242,7 @@ def _hooked(network: Hooked, x: Tensor, views: Views) -> tuple[Tensor, list[Tens
     reader = network.reader
     if reader is not None:
         reader.images = len(x)
+    network.begin()
     logits = network.model(x)
-    if network.collected:
-        assert network.statistics is not None
-        network.statistics.follow_all(network.collected, len(x))
-        network.collected.clear()
+    network.end(len(x))
     return logits, [] if reader is None else reader.take()

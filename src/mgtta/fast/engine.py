@@ -68,6 +68,7 @@ class FastEngine:
         self.seen: Counter[Any] = Counter()
         self.graphs: dict[Any, Captured] = {}
         self.buffers: list[tuple[Any, str, Tensor]] = []  # owner, name, and the tensor that graphs hold
+        self.inputs: dict[Any, Tensor] = {}  # shape and dtype -> where graphs read their images
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None  # on which graphs are captured: those of one pool share it
         self.beside: torch.cuda.Stream | None = None  # on which `apart` runs
@@ -288,7 +289,7 @@ class FastEngine:
             if not now and self.seen[key] <= CAPTURE_BATCHES:
                 return function(x)
             self._make_room()
-            own = x.to(self._device, copy=True)
+            own = self._input(x)
             captured = Captured(lambda: Pass(function(own)), own, self._place())
             self.graphs[key] = captured
         return captured(x).logits
@@ -304,6 +305,15 @@ class FastEngine:
         """Drop the graphs that were not used for longest, if there are too many for another."""
         while len(self.graphs) >= KEPT_GRAPHS:
             del self.graphs[next(iter(self.graphs))]
+        used = {id(captured.x) for captured in self.graphs.values()}
+        self.inputs = {key: x for key, x in self.inputs.items() if id(x) in used}
+
+    def _input(self, x: Tensor) -> Tensor:
+        """Return where graphs for images like x read them: one place for all, with a copy of x."""
+        key = (x.shape, x.dtype)
+        if key not in self.inputs:
+            self.inputs[key] = torch.empty_like(x, device=self._device, memory_format=torch.contiguous_format)
+        return self.inputs[key].copy_(x)
 
     def _place(self) -> GraphPlace:
         """Return where graphs are captured: those of one pool share their memory and stream."""
@@ -325,7 +335,7 @@ class FastEngine:
         self.graphs.pop(key, None)
         self._lay_out(x)
         self._make_room()
-        made = self._capture(key[0], x.to(self._device, copy=True), compiled)
+        made = self._capture(key[0], self._input(x), compiled)
         if made is not None:
             self.graphs[key] = made
             if made.compiled:

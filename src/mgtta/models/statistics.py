@@ -149,7 +149,7 @@ class StreamStatistics(nn.Module):
         """
         key = (tuple(layers), self.images.device)
         if key not in self._made_places:
-            place = [k for k, i in enumerate(layers) for _ in self.get_buffer(f"mean_{i}")]
+            place = [k for k, i in enumerate(layers) for _ in range(len(self.get_buffer(f"mean_{i}")))]
             made = (torch.tensor(layers), torch.tensor(place))
             self._made_places[key] = (made[0].to(key[1]), made[1].to(key[1]))
         return self._made_places[key]
