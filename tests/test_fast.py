@@ -706,6 +706,12 @@ class TestOnTheGPU:
         assert (method.updates, method.skipped) == (exact.updates, exact.skipped) == (10, 0)
         method(torch.full((1, 3, 32, 32), float("nan"), device="cuda"))
         assert (method.waiting, method.skipped) == (0, 1)
+        for x in images(3).cuda().split(1):
+            method(x)
+        method(torch.full((1, 3, 32, 32), float("nan"), device="cuda"))
+        assert (method.waiting, method.skipped, method.updates) == (3, 2, 10)
+        method(images(1).cuda())
+        assert (method.waiting, method.skipped, method.updates) == (0, 2, 11)
 
     def test_reset_and_load_keep_the_graph(self, patient):
         method, xs = on_gpu("mgtta"), batches(6)

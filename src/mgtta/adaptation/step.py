@@ -30,6 +30,7 @@ class Engine(Protocol):
     """How a method predicts and learns, and how often it has learned."""
 
     precision: str
+    leaves_out: bool  # True: an update that is not finite is left out and counted without a wait for the GPU
     by_modules: bool  # True: only predict, module by module, as the hooks and statistics in the network stand
     updates: int  # since the last reset
     skipped: int  # batches that were predicted but not learned from, because something was not finite
@@ -68,6 +69,7 @@ class EagerEngine:
     """The step in plain PyTorch."""
 
     precision = "fp32"
+    leaves_out = False
     by_modules = True
     graph_bytes = 0
 

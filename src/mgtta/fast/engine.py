@@ -49,6 +49,8 @@ class FastEngine:
         precision: "bf16" or "fp8".
     """
 
+    leaves_out = True
+
     def __init__(self, method: ObjectiveMethod, low_memory: bool = False, precision: str = "bf16"):
         lower(method.model)
         self.method = method
