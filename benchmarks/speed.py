@@ -50,6 +50,7 @@ from torch import Tensor, nn
 
 import mgtta
 from mgtta._lib.files import atomic
+from mgtta._lib.profile import now
 from mgtta.adaptation.step import Pass
 from mgtta.data.corruptions import CORRUPTIONS
 from mgtta.data.datasets import open_dataset
@@ -202,16 +203,21 @@ def data(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         pattern = _write_tars(Path(folder), count, 2, links)
         rows = []
-        for workers in (0, 1, 2) if args.quick else [k for k in (0, 4, 16) if k <= (os.cpu_count() or 1)]:
+        many = (0, 1, 2) if args.quick else [k for k in (0, 4, 16) if k <= (os.cpu_count() or 1)]
+        ways = [(workers, "cpu") for workers in many]
+        if device.type == "cuda" and "rate" in (decoded or {}):
+            ways += [(workers, "device") for workers in many]
+        for workers, where in ways:
             few = min(count * links, 1024 * max(workers, 1))
-            it = iter(stream(open_dataset(pattern), first=few, workers=workers, device=device))
+            it = iter(stream(open_dataset(pattern), first=few, workers=workers, device=device, decode=where))
             for _ in range(max(workers, 1)):  # until all workers have begun
                 next(it)
-            began = time.perf_counter()
+            began = now()
             seen = 0
             for batch in it:
                 seen += len(batch.x)
-            rows.append({"workers": workers, "images": seen, "rate": seen / (time.perf_counter() - began)})
+            rows.append({"workers": workers, "decode": where, "images": seen, "rate": seen / (now() - began)})
+            print(rows[-1], file=sys.stderr)
     decoder = "PIL" if simplejpeg is None else "simplejpeg"
     return {"cores": os.cpu_count(), "decoder": decoder, "rows": rows, "on the GPU": decoded}
 

@@ -46,6 +46,9 @@ class Gathered(Wrapper):
 
     state_name = "gather"
     method: Method
+    _kept: list[Tensor]
+    _tried: list[Tensor]  # learned from before it was known whether the last of them was finite
+    _finite: Arriving  # whether the last batch's logits were
 
     def __init__(self, method: Method, images: int):
         name = spelled(method.name)
@@ -160,9 +163,9 @@ class Gathered(Wrapper):
         self._kept += checked
 
     def begin(self) -> None:
-        self._kept: list[Tensor] = []
-        self._tried: list[Tensor] = []  # learned from before it was known whether the last of them was finite
-        self._finite = Arriving()  # whether the last batch's logits were
+        self._kept = []
+        self._tried = []
+        self._finite = Arriving()
 
     def _predict(self, x: Tensor) -> Pass:
         with self._stream_statistics(len(x)):
