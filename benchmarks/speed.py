@@ -50,12 +50,13 @@ from torch import Tensor, nn
 
 import mgtta
 from mgtta._lib.files import atomic
+from mgtta._lib.profile import now
 from mgtta.adaptation.step import Pass
 from mgtta.data.corruptions import CORRUPTIONS
 from mgtta.data.datasets import open_dataset
 from mgtta.data.images import simplejpeg
 from mgtta.data.streams import corrupted, stream
-from mgtta.fast.engine import Captured, GraphPlace, _compiled
+from mgtta.fast.captured import Captured, GraphPlace, compiled_code
 from mgtta.fast.flat import FlatStep
 from mgtta.fast.vit import ViT
 from mgtta.learned.optimizer import BETAS, EPS, generator_inputs
@@ -108,7 +109,7 @@ def optimizer_step(model: mgtta.Classifier, way: str, hidden_size: int = 8) -> C
             return lambda: flat.step(grads, sound)
 
         def run() -> Pass:
-            _compiled(_flat_step)(flat, grads, sound)
+            compiled_code(_flat_step)(flat, grads, sound)
             return Pass(sound, [])
 
         captured = Captured(run, sound, GraphPlace(torch.cuda.graph_pool_handle(), torch.cuda.Stream()))
@@ -202,16 +203,21 @@ def data(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         pattern = _write_tars(Path(folder), count, 2, links)
         rows = []
-        for workers in (0, 1, 2) if args.quick else [k for k in (0, 4, 16) if k <= (os.cpu_count() or 1)]:
+        many = (0, 1, 2) if args.quick else [k for k in (0, 4, 16) if k <= (os.cpu_count() or 1)]
+        ways = [(workers, "cpu") for workers in many]
+        if device.type == "cuda" and "rate" in (decoded or {}):
+            ways += [(workers, "device") for workers in many]
+        for workers, where in ways:
             few = min(count * links, 1024 * max(workers, 1))
-            it = iter(stream(open_dataset(pattern), first=few, workers=workers, device=device))
+            it = iter(stream(open_dataset(pattern), first=few, workers=workers, device=device, decode=where))
             for _ in range(max(workers, 1)):  # until all workers have begun
                 next(it)
-            began = time.perf_counter()
+            began = now()
             seen = 0
             for batch in it:
                 seen += len(batch.x)
-            rows.append({"workers": workers, "images": seen, "rate": seen / (time.perf_counter() - began)})
+            rows.append({"workers": workers, "decode": where, "images": seen, "rate": seen / (now() - began)})
+            print(rows[-1], file=sys.stderr)
     decoder = "PIL" if simplejpeg is None else "simplejpeg"
     return {"cores": os.cpu_count(), "decoder": decoder, "rows": rows, "on the GPU": decoded}
 
@@ -335,7 +341,7 @@ def main() -> None:
     parser.add_argument("--model", default="vit_base_patch16_224", help="of `step`: a timm name, or a shipped one")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument(
-        "--only", nargs="+", help="of `step`: names of contenders, such as MGTTA; the others are left out"
+        "--only", nargs="+", help="of `step` and `methods`: names of contenders, such as MGTTA; the others are left out"
     )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -348,7 +354,16 @@ def main() -> None:
         "--lr-always", type=float, nargs="+", default=[1e-3, 2e-3], help="of `accuracy`: MGTTA's without either"
     )
     parser.add_argument("--orders", type=int, default=3, help="of `accuracy`: of the images in each domain")
-    parser.add_argument("--compile", action="store_true", help="of `networks`: also compile them, half a minute each")
+    parser.add_argument(
+        "--compile", nargs="+", default=[], help="of `networks`: names of those to compile too, half a minute each"
+    )
+    parser.add_argument(
+        "--profile",
+        nargs="+",
+        default=[],
+        help="of `networks` and `methods`: names of those whose slowest kernels are listed",
+    )
+    parser.add_argument("--captured", action="store_true", help="of `plus`, `single`: captured, not compiled; a trial")
     parser.add_argument("--seconds", type=float, default=3600.0, help="of the visit; the rest is left out")
     parser.add_argument("--quick", action="store_true", help="does it run?")
     parser.add_argument("--out", type=Path, help="the folder of speed.json, speed.md and the plots of growth")

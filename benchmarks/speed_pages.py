@@ -297,9 +297,12 @@ def growth_page(part: dict[str, Any]) -> str:
 
 
 def data_page(part: dict[str, Any]) -> str:
-    rows = [[str(row["workers"]), f"{row['rate']:,.0f}"] for row in part["rows"]]
-    title = f"## From JPEG tars, {part['cores']} cores, decoded by {part['decoder']}"
-    text = f"{title}\n\n{table(['worker processes', 'images/s'], rows, right=True)}"
+    rows = []
+    for row in part["rows"]:
+        where = "the GPU" if row.get("decode") == "device" else part["decoder"]
+        rows.append([str(row["workers"]), where, f"{row['rate']:,.0f}"])
+    title = f"## From JPEG tars, {part['cores']} cores"
+    text = f"{title}\n\n{table(['worker processes', 'decoded by', 'images/s'], rows, right=True)}"
     there = part.get("on the GPU")
     if there is None:
         return text

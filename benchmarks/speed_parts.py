@@ -13,7 +13,18 @@ from typing import Any
 
 import evaluate
 import torch
-from speed_tools import Contender, classifier, clock, images, like, measure, method_of, needed, tent_as_usual
+from speed_tools import (
+    Contender,
+    classifier,
+    clock,
+    images,
+    kernels,
+    like,
+    measure,
+    method_of,
+    needed,
+    tent_as_usual,
+)
 from torch import Tensor
 
 import mgtta
@@ -22,6 +33,7 @@ from mgtta._lib.timm import timm
 from mgtta.adaptation.wrapper import innermost
 from mgtta.bench.needs import needs_fisher, needs_source
 from mgtta.data.embedded import images_for
+from mgtta.data.images import read_image
 from mgtta.data.streams import corrupted, stream
 from mgtta.fast.vit import ViT
 
@@ -53,7 +65,7 @@ PATH_SETTINGS: dict[str, dict[str, Any]] = {  # learning rates as in benchmarks/
     "deyo": {"lr": 1.5e-4},
 }
 CLEAN_SEED = 99  # of clean images, other ones than those of the test
-COMPILE_SECONDS = 45.0  # that are left for a network that is compiled
+COMPILE_SECONDS = 30.0  # that are left for a network that is compiled
 INTERVAL_SECONDS = 0.01  # between two images that come one by one
 FIRST_BATCHES = 40  # of a stream
 
@@ -62,12 +74,16 @@ def plus(args: argparse.Namespace) -> dict[str, Any]:
     """MGTTA+ with pull, gather and recall, on the fast path, beside MGTTA."""
     model = classifier(args.model, args.device)
     x = images(model, args.batch, args.device)
+    cases: list[tuple[str, str, dict[str, Any]]] = [
+        ("NoAdapt", "noadapt", {}),
+        ("MGTTA", "mgtta", {}),
+        ("MGTTA+", "mgtta_plus", {"mirror": True}),
+        ("MGTTA+ without twins", "mgtta_plus", {"mirror": False}),
+        ("MGTTA+, low memory", "mgtta_plus", {"seconds": 20.0, "mirror": True, "low_memory": True}),
+    ]
     who = [
-        method_of("NoAdapt", "noadapt", model, x, "bf16"),
-        method_of("MGTTA", "mgtta", model, x, "bf16"),
-        method_of("MGTTA+", "mgtta_plus", model, x, "bf16", mirror=True),
-        method_of("MGTTA+ without twins", "mgtta_plus", model, x, "bf16", mirror=False),
-        method_of("MGTTA+, low memory", "mgtta_plus", model, x, "bf16", seconds=20.0, mirror=True, low_memory=True),
+        method_of(label, name, model, x, "bf16", compiled=not args.captured, **settings)
+        for label, name, settings in cases
     ]
     n = sum(p.numel() for p in mgtta.norm_parameters(model))
     rows = measure(who, args.rounds, args.device, args.deadline)
@@ -78,30 +94,37 @@ def methods(args: argparse.Namespace) -> dict[str, Any]:
     """Methods that choose images, in float32 and on the fast path."""
     model = classifier(args.model, args.device)
     x = images(model, args.batch, args.device)
-    chosen = list(METHODS)[:2] if args.quick else list(METHODS)
+    chosen = list(METHODS)[:2] if args.quick else args.only or list(METHODS)
     who = [
         method_of(name, name, model, x, precision, seconds=10.0, **METHODS[name])
         for name in chosen
         for precision in ("fp32", "bf16")
     ]
-    return {"model": args.model, "batch": args.batch, "rows": measure(who, args.rounds, args.device, args.deadline)}
+    rows = measure(who, args.rounds, args.device, args.deadline)
+    for contender in who:
+        if contender.name in args.profile and contender.precision == "bf16":
+            print("\n".join(kernels(contender.make())), file=sys.stderr)
+    return {"model": args.model, "batch": args.batch, "rows": rows}
 
 
 def networks(args: argparse.Namespace) -> dict[str, Any]:
-    """TENT and MGTTA on other networks, beside TENT as it is commonly written."""
+    """TENT and MGTTA on other networks, beside TENT as it is commonly written; first captured, then compiled too."""
     cases = []
-    for name, changed in (SMALL_NETWORKS if args.quick else NETWORKS).items():
-        if args.deadline.left < 8:
-            break
-        try:
-            cases.append(_network(args, name, changed))
-        except Exception:  # the others may still work
-            traceback.print_exc(limit=4)
-        torch._dynamo.reset()
+    for compiled in (False, True):
+        for name, changed in (SMALL_NETWORKS if args.quick else NETWORKS).items():
+            if compiled and name not in args.compile:
+                continue
+            if args.deadline.left < (COMPILE_SECONDS if compiled else 8.0):
+                break
+            try:
+                cases.append(_network(args, name, changed, compiled))
+            except Exception:  # the others may still work
+                traceback.print_exc(limit=4)
+            torch._dynamo.reset()
     return {"batch": args.batch, "cases": cases}
 
 
-def _network(args: argparse.Namespace, name: str, changed: dict[str, Any]) -> dict[str, Any]:
+def _network(args: argparse.Namespace, name: str, changed: dict[str, Any], compiled: bool) -> dict[str, Any]:
     device = args.device
     torch.manual_seed(0)
     model = mgtta.load_model(timm.create_model(name, **changed).to(device)).to(device)
@@ -113,15 +136,17 @@ def _network(args: argparse.Namespace, name: str, changed: dict[str, Any]) -> di
         run = tent_as_usual(net, autocast=True)
         return lambda: run(pixels)
 
-    who = [
-        Contender("TENT as usually written, autocast", usual, "bf16"),
-        method_of("TENT, captured", "tent", model, x, "bf16", compiled=False),
-        method_of("MGTTA, captured", "mgtta", model, x, "bf16", compiled=False),
-    ]
-    if args.compile:
-        who.append(method_of("TENT, compiled and captured", "tent", model, x, "bf16", seconds=COMPILE_SECONDS))
+    how = "compiled and captured" if compiled else "captured"
+    who = [Contender("TENT as usually written, autocast", usual, "bf16")]
+    who.append(method_of(f"TENT, {how}", "tent", model, x, "bf16", compiled=compiled))
+    if not compiled:
+        who.append(method_of(f"MGTTA, {how}", "mgtta", model, x, "bf16", compiled=False))
     label = " ".join([name, *(f"{key}={value}" for key, value in changed.items())])
-    return {"model": label, "blocks": ViT.fits(model), "rows": measure(who, args.rounds, device, args.deadline)}
+    found = {"model": label, "blocks": ViT.fits(model), "rows": measure(who, args.rounds, device, args.deadline)}
+    if name in args.profile:
+        found["kernels"] = kernels(who[1].make())
+        print("\n".join(found["kernels"]), file=sys.stderr)
+    return found
 
 
 # --- the first batches
@@ -172,16 +197,19 @@ def single(args: argparse.Namespace) -> dict[str, Any]:
     calls = 20 if args.quick else 320
     fast_precision = "bf16" if args.device == "cuda" else "fp32"
     rows = []
-    for label, name, settings in (
+    cases: list[tuple[str, str, dict[str, Any]]] = [
         ("NoAdapt", "noadapt", {}),
         ("MGTTA+", "mgtta_plus", {"mirror": True}),
         ("MGTTA+ without twins", "mgtta_plus", {"mirror": False}),
         ("MGTTA, gather=16", "mgtta", {"gather": 16}),
-    ):
-        if args.deadline.left < 30:
+    ]
+    for label, name, settings in cases[:2] if args.captured else cases:
+        if args.deadline.left < (8 if args.captured else 30):
             break
         try:
             method = mgtta.create(name, model, precision=fast_precision, **needed(name, model, x), **settings)
+            if args.captured:
+                method.engine.compiles = False
             method.warm_up(x)
             for _ in range(34):  # two windows
                 method(x)
@@ -197,8 +225,10 @@ def single(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": args.model, "calls": calls, "rows": rows}
 
 
-def _latencies(method: Any, x: Tensor, calls: int, interval: float) -> dict[str, float]:
+def _latencies(method: Any, x: Tensor, calls: int, interval: float) -> dict[str, Any]:
     """Return median and 99th percentile of the seconds until a prediction is read, and the mean seconds of a call.
+
+    Also the calls that took more than twice the median, by their number.
 
     Args:
         interval: seconds between two images; 0: each comes when the one before it is predicted.
@@ -217,30 +247,30 @@ def _latencies(method: Any, x: Tensor, calls: int, interval: float) -> dict[str,
     updates = method.updates  # waits for the last one
     total = read() - began
     cuts = statistics.quantiles(found, n=100)
-    return {"median": cuts[49], "p99": cuts[98], "mean": total / calls, "updates": updates}
+    slow = {i: round(1000 * seconds, 2) for i, seconds in enumerate(found) if seconds > 2 * cuts[49]}
+    return {"median": cuts[49], "p99": cuts[98], "mean": total / calls, "updates": updates, "slow, ms": slow}
 
 
 # --- decoding
 
 
 def decoding(files: list[bytes], device: str) -> dict[str, Any]:
-    """Return the rate at which torchvision decodes JPEGs on the GPU, and how its pixels differ from simplejpeg's."""
-    import numpy
-    import simplejpeg
+    """Return the rate at which torchvision decodes JPEGs on the GPU, and how its pixels differ from the CPU's."""
     from torchvision.io import decode_jpeg
 
-    data = [torch.from_numpy(numpy.frombuffer(file, numpy.uint8).copy()) for file in files]
+    data = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
     batch = (data * (64 // len(data) + 1))[:64]
     decode_jpeg(batch, device=device)
     began = now()
     for _ in range(16):
         there = decode_jpeg(batch, device=device)
     seconds = now() - began
-    here = torch.from_numpy(simplejpeg.decode_jpeg(files[0])).permute(2, 0, 1)
+    here = torch.tensor(read_image(files[0], name="a JPEG")).permute(2, 0, 1)
     apart = (there[0].cpu().float() - here.float()).abs()
     return {
         "rate": 16 * len(batch) / seconds,
         "largest": float(apart.max()),
+        "mean": float(apart.mean()),
         "differing": float((apart > 0).float().mean()),
     }
 

@@ -32,7 +32,7 @@ from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
 from mgtta.data.datasets import open_dataset
 from mgtta.data.glyphs import CLASSES, STAND_INS, Glyphs
 from mgtta.evaluation.record import Record
-from mgtta.fast.engine import fits
+from mgtta.fast.choice import fits
 from mgtta.methods.registry import recipe, recipes
 from mgtta.report.words import at_edge
 
@@ -377,8 +377,8 @@ def test_the_command_line_runs_all_methods_by_one_word(tmp_path, monkeypatch):
 
 def test_every_method_is_made_at_the_precision_auto(tmp_path, monkeypatch):
     """On a GPU that has bfloat16, "auto" takes the fast path where the recipe says that there is one."""
-    monkeypatch.setattr("mgtta.fast.engine._has_bfloat16", lambda device: True)
-    monkeypatch.setattr("mgtta.fast.engine.is_known", lambda model: True)
+    monkeypatch.setattr("mgtta.fast.choice._has_bfloat16", lambda device: True)
+    monkeypatch.setattr("mgtta.fast.choice.is_known", lambda model: True)
     lab = Lab(dataclasses.replace(SMALL, precision="auto"), tmp_path)
     lab.fisher = mgtta.fisher_information(lab.model(), [Glyphs(2).tensors()])
     for name in methods_for(lab.model()):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from mgtta.adaptation.state import own_buffers
 from mgtta.adaptation.wrapper import innermost
 from mgtta.data.embedded import EMBEDDED
 from mgtta.data.streams import Batch, corrupted, stream
+from mgtta.fast import choice, graphed
 from mgtta.fast import engine as fast
 from mgtta.fast import vit as plain
+from mgtta.fast.captured import as_it_is
 from mgtta.fast.flat import FlatStep
 from mgtta.fast.remembered import is_remembered, remember
 from mgtta.fast.rounded import RoundedEngine
@@ -124,6 +127,33 @@ def test_steps_of_their_own_run_over_rounded_weights(name):
         quick.double()
 
 
+@pytest.mark.parametrize("name", ROUNDED)
+def test_passes_are_filled_up_to_the_batch(name, monkeypatch):
+    """With a stand-in for a graph that runs the network on so many images: the result is the same."""
+    settings = {"deyo": {"entropy_threshold": 0.8, "plpd_threshold": -1.0}}.get(name, {})
+    method, twin = (make(name, lr=1e-4, **settings) for _ in range(2))
+    made = []
+
+    class Filled:
+        def __init__(self, run, x, params):
+            made.append(len(x))
+            self.run, self.x = run, x
+
+        def __call__(self, x):
+            return self.run(torch.cat([x, torch.zeros_like(self.x[len(x) :])]))[: len(x)]
+
+    monkeypatch.setattr(graphed, "_Pass", Filled)
+    monkeypatch.setattr(graphed, "CAPTURE_BATCHES", 1)
+    expected = [twin(x) for x in batches(4)]
+    monkeypatch.setattr(graphed, "DEVICE", "cpu")
+    for x, logits in zip(batches(4), expected, strict=True):
+        torch.testing.assert_close(method(x), logits, atol=1e-2, rtol=1e-2)
+    assert made
+    assert set(made) == {8}
+    assert method.updates == twin.updates > 0
+    assert "forward" not in vars(method.model.net)
+
+
 def test_a_graph_finds_buffers_that_a_reset_or_a_load_has_replaced():
     method = make("mgtta_plus", gather=0, recall=0)
     engine = method.engine
@@ -213,7 +243,7 @@ def test_who_may_take_it(model, source, monkeypatch):
             return super().loss(x)
 
     with pytest.raises(ValueError, match="values in a batch"):
-        fast.fits(Other(model, Descent(0.1).factory()), "bf16")
+        choice.fits(Other(model, Descent(0.1).factory()), "bf16")
     for name, message in (("spa", "values in a batch"), ("cotta", "values"), ("lame", "values")):
         with pytest.raises(ValueError, match=message):
             mgtta.create(name, model, precision="bf16")
@@ -453,8 +483,8 @@ def test_which_networks_go_block_by_block():
     assert not plain.ViT.fits(mgtta.load_model("glyphs_vit"))  # its stem has BatchNorm
     assert not plain.ViT.fits(mgtta.load_model("patterns_vit"))  # its tokens come from convolutions, and are averaged
     for more in (
-        {"global_pool": "avg"},
-        {"reg_tokens": 2},
+        {"global_pool": "map"},
+        {"global_pool": "avg", "final_norm": False},
         {"pre_norm": True},
         {"qk_norm": True},
         {"act_layer": torch.nn.ReLU},
@@ -468,6 +498,39 @@ def test_which_networks_go_block_by_block():
         method = make("tent", net)
         assert method(images(4)).isfinite().all()
         assert (method.updates, method.skipped) == (1, 0)
+
+
+ENDS = [
+    {},
+    {"reg_tokens": 2},
+    {"global_pool": "avg"},
+    {"global_pool": "avg", "fc_norm": False, "reg_tokens": 1},
+    {"global_pool": "avg", "class_token": False},
+]
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+@pytest.mark.parametrize("more", ENDS, ids=str)
+def test_block_by_block_with_registers_and_average_pooling(more, low_memory):
+    """Logits, features and gradients are those of the network run module by module."""
+    torch.manual_seed(0)
+    net = timm.models.VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=2, num_classes=CLASSES, **more
+    )
+    assert plain.ViT.fits(mgtta.load_model(net))
+    exact, quick = (make("mgtta", copy.deepcopy(net), precision=p) for p in ("fp32", "bf16"))
+    quick.engine.low_memory = low_memory
+    x = images(6)
+    found = []
+    for method, look in ((exact, exact.look), (quick, lambda x: quick.engine._look(x, as_it_is))):
+        seen = look(x)
+        grads = torch.autograd.grad(method.objective(*seen), list(method.adapted.values()), allow_unused=True)
+        found.append((seen, torch.cat([g.flatten() for g in grads if g is not None])))
+    (expected, expected_grad), (seen, grad) = found
+    assert close(seen.logits, expected.logits)
+    assert len(seen.features) == len(expected.features)
+    assert all(close(a, b) for a, b in zip(seen.features, expected.features, strict=True))
+    assert (grad - expected_grad).norm() < 0.12 * expected_grad.norm()  # as for a class token without registers
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's, about itself
@@ -490,6 +553,29 @@ def test_it_compiles_in_one_piece_each(name, low_memory, precision):
     for logits in expected:
         found = twin.engine._step(fast.Part(True, True, False), x, how)
         torch.testing.assert_close(found.logits, logits, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, about itself
+@pytest.mark.parametrize("net", ["resnet10t", "convnext_atto"])
+def test_other_networks_compile_in_one_piece(net):
+    """By torch's tracer, as above; with the stream's statistics of BatchNorm layers."""
+    torch.manual_seed(0)
+    method = make("tent", timm.create_model(net, num_classes=CLASSES))
+    method(images(8))
+    twin = copy.deepcopy(method)
+    expected = method(images(8, seed=1))
+    x = images(8, seed=1)
+    twin.engine._lay_out(x)
+    twin.engine.flat.take_in()
+    compiled = partial(torch.compile, dynamic=False, backend="eager", fullgraph=True)
+    found = twin.engine._step(fast.Part(True, False, True), x, compiled)
+    assert close(found.logits, expected)
+    theirs = dict(method.named_buffers())
+    for name, value in twin.named_buffers():
+        torch.testing.assert_close(value, theirs[name], atol=0.01, rtol=0.01)
+    exported = method.export()
+    assert all(not getattr(vars(module).get("forward"), "is_mgtta_hook", False) for module in exported.modules())
+    assert exported(x).isfinite().all()
 
 
 def test_warm_up_leaves_no_trace():
@@ -580,6 +666,32 @@ class TestOnTheGPU:
                 torch.testing.assert_close(value, theirs[name], atol=0.05, rtol=0.05)
         assert method.export()(x.cuda()).isfinite().all()
 
+    @pytest.mark.parametrize("name", ["sar", "deyo", "roid", "cmf"])
+    def test_passes_of_steps_of_their_own_are_captured(self, name, monkeypatch):
+        settings = {"sar": {"margin": 1.1}, "deyo": {"entropy_threshold": 1.1, "plpd_threshold": -1.0}}.get(name, {})
+        method, twin = (on_gpu(name, lr=1e-3, **settings) for _ in range(2))
+        twin.engine.step(images(8).cuda(), True, True, True)
+        twin.reset()
+        twin.engine.graphs.captures = False
+        monkeypatch.setattr(graphed, "CAPTURE_BATCHES", 1)
+        for seed in range(5):
+            x = images(8, seed=seed).cuda()
+            assert close(method(x), twin(x))
+        assert method.updates == twin.updates == 5
+        assert len(method.engine.graphs.passes) >= 2
+        assert "forward" not in vars(method.model.net)
+        assert method.engine.graphs.captures
+        moved = torch.cat([p.flatten() for p in method.adapted.values()])
+        expected = torch.cat([p.flatten() for p in twin.adapted.values()])
+        start = torch.cat([p.flatten() for p in method.origin])
+        assert (moved - expected).norm() < 0.1 * (expected - start).norm()
+        assert close(copy.deepcopy(method)(images(8).cuda()), method(images(8).cuda()))
+        bad = images(8)
+        bad[0, 0, 0, 0] = float("nan")
+        method(bad.cuda())
+        assert method.skipped == 1
+        assert method(images(5).cuda()).isfinite().all()
+
     def test_gathered_images_are_learned_from_apart(self, monkeypatch):
         monkeypatch.setattr(fast, "CAPTURE_BATCHES", 2)
         monkeypatch.setattr(fast, "is_remembered", lambda step: False)
@@ -594,6 +706,12 @@ class TestOnTheGPU:
         assert (method.updates, method.skipped) == (exact.updates, exact.skipped) == (10, 0)
         method(torch.full((1, 3, 32, 32), float("nan"), device="cuda"))
         assert (method.waiting, method.skipped) == (0, 1)
+        for x in images(3).cuda().split(1):
+            method(x)
+        method(torch.full((1, 3, 32, 32), float("nan"), device="cuda"))
+        assert (method.waiting, method.skipped, method.updates) == (3, 2, 10)
+        method(images(1).cuda())
+        assert (method.waiting, method.skipped, method.updates) == (0, 2, 11)
 
     def test_reset_and_load_keep_the_graph(self, patient):
         method, xs = on_gpu("mgtta"), batches(6)

@@ -14,6 +14,7 @@ from mgtta._lib.files import read_tree, write_tree
 from mgtta._lib.ranks import Alone, share
 from mgtta.adaptation.gathered import FEW_IMAGES, blended
 from mgtta.adaptation.scheduled import BURST
+from mgtta.adaptation.shift import Arriving
 from mgtta.adaptation.wrapper import innermost
 from mgtta.cli import options
 from mgtta.data.glyphs import Glyphs
@@ -138,6 +139,23 @@ def test_a_batch_that_is_not_finite_is_not_kept_and_counts_as_skipped():
     for x in singles(2):
         method(x)
     assert (method.updates, method.skipped) == (1, 2)
+
+
+def test_a_gpu_learns_before_it_is_known_whether_the_last_batch_is_finite(monkeypatch):
+    """As on a GPU, where the answer comes later: if it is not finite, the others are learned from with the next."""
+    model = mgtta.load_model(confident_vit())
+    waiting, trying = (mgtta.create("tent", model, gather=3, lr=1e-3, precision="bf16") for _ in range(2))
+    bad = images(1)
+    bad[0, 0, 0, 0] = float("nan")
+    given = [*images(2).split(1), bad, *images(8, seed=1).split(1)]
+    expected = [waiting(x) for x in given]
+    assert (waiting.updates, waiting.skipped, waiting.waiting) == (3, 1, 1)
+    monkeypatch.setattr(Arriving, "comes_later", True)
+    for x, logits in zip(given, expected, strict=True):
+        assert torch.equal(trying(x), logits) or x is bad
+    assert (trying.updates, trying.skipped, trying.waiting) == (3, 1, 1)
+    states = [method.state_dict()["method"] for method in (trying, waiting)]
+    assert all(same(states[0][key], states[1][key]) for key in ("params", "optimizer"))
 
 
 def test_gather_learns_from_the_most_frequent_size():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mgtta.fast import float8, mlp
-from mgtta.fast.kernels import norm_backward, plain_norm_backward, qkv_backward
+from mgtta.fast.kernels import norm_backward, norm_forward, plain_norm_backward, plain_norm_forward, qkv_backward
 
 
 def case(n, length, d, device="cpu", dtype=torch.float32):
@@ -42,6 +42,21 @@ def test_layer_norm_backward_formulas_agree_with_autograd():
     *given, tap = given
     for a, b in zip(plain_norm_backward(*given, None), plain_norm_backward(*given, 0 * tap), strict=True):
         assert torch.equal(a, b)
+    *given, through = given
+    nothing = torch.zeros_like(through)
+    for a, b in zip(plain_norm_backward(*given, None, tap), plain_norm_backward(*given, nothing, tap), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_layer_norm_forward_formulas_agree_with_torch():
+    random = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=random) for shape in ((3, 5, 24), (24,), (24,)))
+    normed = plain_norm_forward(x, weight, bias, 1e-6, torch.float64)
+    expected = torch.nn.functional.layer_norm(x, (24,), weight, bias, 1e-6)
+    torch.testing.assert_close(normed.y, expected)
+    torch.testing.assert_close(normed.first, expected[:, 0])
+    torch.testing.assert_close(normed.z.float() * weight + bias, expected)
+    torch.testing.assert_close(normed.scale, (x.var(-1, keepdim=True, correction=0) + 1e-6).rsqrt())
 
 
 def test_gelu_and_its_slope_agree_with_autograd():
@@ -139,6 +154,24 @@ def test_layer_norm_kernel_agrees_with_the_plain_version(shape, kept):
         for a, b in zip(found, expected, strict=True):
             assert a.dtype == b.dtype
             torch.testing.assert_close(a.float(), b.float(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shape", [(3, 5, 24), (8, 197, 192), (1, 4097, 96), (5, 197, 1024)])
+@pytest.mark.parametrize("keep", [torch.bfloat16, torch.float8_e4m3fn, None])
+def test_layer_norm_forward_kernel_agrees_with_the_plain_version(shape, keep):
+    random = torch.Generator("cuda").manual_seed(0)
+    x = (3 * torch.randn(*shape, generator=random, device="cuda") + 1).bfloat16()
+    weight, bias = (torch.randn(shape[-1], generator=random, device="cuda") for _ in range(2))
+    found, expected = (f(x, weight, bias, 1e-6, keep) for f in (norm_forward, plain_norm_forward))
+    for name in ("y", "first") if keep is None else ("y", "first", "z", "scale"):
+        a, b = (getattr(normed, name) for normed in (found, expected))
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a.float(), b.float(), atol=0.07 if name == "z" else 0.02, rtol=0.02)
+    grads = [f(x, *expected[:2], weight, None, None) for f in (norm_backward, plain_norm_backward) if keep is not None]
+    for a, b in zip(*grads, strict=True) if grads else ():
+        torch.testing.assert_close(a.float(), b.float(), atol=0.05, rtol=0.05)
 
 
 @pytest.mark.gpu

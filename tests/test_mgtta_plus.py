@@ -118,11 +118,11 @@ def test_images_of_two_kinds_have_means_of_their_own(model):
     mu = torch.zeros(16)
     keys = torch.cat([torch.zeros(6, 16), torch.ones(6, 16)]) + 0.01 * torch.randn(12, 16)
     values = torch.cat([torch.full((6, 16), -1.0), torch.full((6, 16), 1.0)])
-    means = near.means(keys, values, mu, ALONE)
+    means = near.means(keys, near.joined(keys, values, ALONE), mu)
     assert (means[:6] < -0.3).all()  # the source's mean counts for more than they do
     assert (means[6:] > 0.3).all()
     for _ in range(30):
-        near.remember(keys, values, ALONE)
+        near.remember(near.joined(keys, values, ALONE))
     assert near.known.sum() == MEMORY_IMAGES
     torch.testing.assert_close(near.keys[-12:], keys)
     torch.testing.assert_close(near.mean(mu), near.values.sum(0) / (MEMORY_IMAGES + PRIOR_IMAGES))

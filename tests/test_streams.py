@@ -165,6 +165,58 @@ def test_images_are_corrupted_on_the_device(dataset):
     assert_same(stream(domains, first=10), stream(domains, first=10, device="cpu", workers=1))
 
 
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    """JPEGs of several sizes, one of them cut off and one in CMYK, and a PNG; smooth, as photographs are."""
+    root = tmp_path_factory.mktemp("photographs")
+    for k, (h, w) in enumerate([(48, 64), (60, 40), (SIZE, SIZE), (50, 50), (45, 90), (70, 70)]):
+        rows, columns = np.mgrid[0:h, 0:w]
+        waves = [127 + 100 * np.sin((rows + c * columns) / (9 + k)) for c in (0, 1, 2)]
+        picture = Image.fromarray(np.stack(waves, -1).astype(np.uint8))
+        if k == 4:
+            picture = picture.convert("CMYK")
+        picture.save(root / f"{k}.{'png' if k == 3 else 'jpg'}", quality=95)
+    cut = (root / "0.jpg").read_bytes()
+    (root / "6.jpg").write_bytes(cut[: len(cut) // 3])
+    return root
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_files_are_decoded_on_the_device(photographs, device, workers):
+    """The same images up to some levels, in the same order; other formats and bad files as always."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    here, there = (open_dataset(photographs, size=SIZE, on_error="skip") for _ in range(2))
+    expected = joined(stream(here, batch_size=4, device=device))
+    found = joined(stream(there, batch_size=4, device=device, decode="device", workers=workers))
+    assert found.x.device.type == device
+    assert torch.equal(found.index, expected.index)
+    assert found.x.dtype == torch.uint8
+    assert found.x.shape == (6, 3, SIZE, SIZE)
+    assert (found.x.float() - expected.x.float()).abs().mean() < 4
+    png = found.index.tolist().index(3)
+    assert torch.equal(found.x[png], expected.x[png])
+    assert [name for name, _ in there.skipped] == [name for name, _ in here.skipped]
+    assert len(there.skipped) == 1
+    noisy = corrupted(there, ["contrast"])
+    dull = joined(stream(noisy, device=device, decode="device"))
+    assert dull.x.float().std() < 0.5 * found.x.float().std()
+
+
+def test_decoding_on_a_device_needs_one(dataset):
+    with pytest.raises(ValueError, match='decode="device" needs a device'):
+        stream(dataset, decode="device")
+    with pytest.raises(ValueError, match="unknown decode 'gpu'; valid: cpu, device"):
+        stream(dataset, decode="gpu")
+    plain = TensorDataset(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.arange(2))
+    [batch] = stream(plain, device="cpu", decode="device")
+    assert batch.x.shape == (2, 3, 8, 8)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_batches_are_on_the_gpu(dataset):

@@ -46,6 +46,9 @@ class Gathered(Wrapper):
 
     state_name = "gather"
     method: Method
+    _kept: list[Tensor]
+    _tried: list[Tensor]  # learned from before it was known whether the last of them was finite
+    _finite: Arriving  # whether the last batch's logits were
 
     def __init__(self, method: Method, images: int):
         name = spelled(method.name)
@@ -88,23 +91,37 @@ class Gathered(Wrapper):
     def _learn_together(self, expected: float) -> None:
         """Learn from all that is kept, unless the last batch was not finite and there are fewer images than expected.
 
-        A GPU does so while the caller reads the last prediction.
+        A GPU does so while the caller reads the last prediction. Whether that is finite is not known yet then; if it is
+        not, the GPU leaves out the update, and the other images are kept for the next one.
         """
-        [found] = self.ranks.total([self.waiting])
-        if found < expected:
-            return
+        waits = self.ranks.size > 1 or not self.engine.leaves_out or not self._finite.comes_later
+        if waits:
+            [found] = self.ranks.total([self.waiting])
+            if found < expected:
+                return
         together = self._together()
         collect = any(self._poor(len(each)) for each in self._kept)
+        tried = self._kept
+        finite = self._finite
         self.begin()
+        if not waits:
+            self._tried = tried
+            self._finite = finite
         with self.engine.apart(together):
             self.method.step(together, observe=False, collect=collect)
 
     def _settle(self) -> None:
         """Drop the last batch, and count it as skipped, if its logits were not finite."""
         held = self._finite.take()
-        if held is not None and not self.ranks.all(held[0]):
-            self._kept.pop()
-            self.engine.skipped += 1
+        tried = self._tried
+        self._tried = []
+        if held is None or self.ranks.all(held[0]):
+            return
+        if tried:  # the engine has counted a skip
+            self._kept = tried[:-1]
+            return
+        self._kept.pop()
+        self.engine.skipped += 1
 
     def learn(self, x: Tensor) -> Pass:
         return self.method.step(x, observe=False, collect=True)
@@ -146,8 +163,9 @@ class Gathered(Wrapper):
         self._kept += checked
 
     def begin(self) -> None:
-        self._kept: list[Tensor] = []
-        self._finite = Arriving()  # whether the last batch's logits were
+        self._kept = []
+        self._tried = []
+        self._finite = Arriving()
 
     def _predict(self, x: Tensor) -> Pass:
         with self._stream_statistics(len(x)):

@@ -120,12 +120,13 @@ class Method(MethodState, Budgeted):
         """Return the forward pass and the scalar to lower; None if there is nothing to learn from."""
         return self.look(x), None
 
-    def answer(self, seen: Pass) -> Tensor:
-        """Return the logits that the caller gets."""
-        return seen.logits
+    def answer(self, seen: Pass, observe: bool) -> Tensor:
+        """Return the logits that the caller gets.
 
-    def observe(self, seen: Pass) -> None:
-        """Follow a batch, learned from or not: for running statistics that a method keeps."""
+        Args:
+            observe: take the batch, learned from or not, into running statistics that a method keeps.
+        """
+        return seen.logits
 
     def learned(self, seen: Pass) -> None:
         """Follow an update, given the forward pass from before it: for averages that a method keeps."""

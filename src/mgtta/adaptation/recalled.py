@@ -31,12 +31,14 @@ from mgtta.adaptation.shift import SHIFT, Arriving, ShiftDetector, is_count
 from mgtta.adaptation.state import load
 from mgtta.adaptation.step import Pass
 from mgtta.adaptation.wrapper import Wrapper, innermost
+from mgtta.models.checks import IMAGE_AXES
 
 UNKNOWN = ("continue", "source")
 NEAR = 3.0  # n |s - c|^2 / v below which a batch is of a domain that was kept
 ALIKE = 0.5  # of their distance from the present domain, squared, within which two batches lie on the same side of it
 LEAST_SPREAD = 1e-3  # of a domain, where 1 is that of unlike images: the same image again and again has none
 LOOK_IMAGES = 32  # that are looked at together, at least: smaller batches are added up
+MEASURED_IMAGES = 128  # that a GPU measures at a time, at most
 SIDE_PIXELS = 112  # of the middle of an image, which is what is looked at
 LEAST_VARIANCE = 1e-6  # of a channel over places, so that it has a logarithm
 LEAST_SCALE = 0.1  # of the median scale of the entries of one kind
@@ -128,6 +130,13 @@ class Recalled(Wrapper):
         self._settle()
         return self.method.predict(x)
 
+    def warm_up(self, x: Tensor) -> None:
+        """Compile for batches of x's shape, and prepare for looking at them."""
+        self.method.warm_up(x)
+        together = math.ceil(LOOK_IMAGES / len(x))
+        some = x.to(next(self.model.parameters()).device).repeat(together, *(1 for _ in x.shape[1:]))
+        self.engine.replayed(self._sums, _middle(some), now=True)
+
     def begin(self) -> None:
         self._domains = Domains()
         self._arriving = Arriving()
@@ -153,8 +162,14 @@ class Recalled(Wrapper):
         if len(self._held) > 1:
             x = torch.cat(self._held)
         self._held = []
-        sums = _sums(self._measure(x))  # a GPU has them ready before it ends the step
+        sums = self.engine.replayed(self._sums, _middle(x))  # a GPU has them ready before it ends the step
         self._arriving.send(sums, (len(x), self._domains.images))
+
+    @torch.no_grad()
+    def _sums(self, x: Tensor) -> Tensor:
+        """Return the sums over images of the summaries and of their squares, (2S,), from the middle of images."""
+        found = summaries(self._measure(x).double())
+        return torch.cat([found.sum(0), found.square().sum(0)])
 
     @torch.no_grad()
     def _measure(self, x: Tensor) -> Tensor:
@@ -163,13 +178,11 @@ class Recalled(Wrapper):
         The layer's filters are applied to images as they came. What normalises images, and the layer's bias, would add
         the same to every batch. A GPU takes few images at a time, which needs less memory.
         """
-        if x.is_cuda and len(x) > LOOK_IMAGES:
-            return torch.cat([self._measure(part) for part in x.split(LOOK_IMAGES)])
+        if x.is_cuda and len(x) > MEASURED_IMAGES:
+            return torch.cat([self._measure(part) for part in x.split(MEASURED_IMAGES)])
         unit = 1.0
         if x.dtype == torch.uint8:
             unit = 1 / 255
-        if x.ndim == 4:
-            x = _middle(x)
         layer = None
         if self._layer is not None:
             layer = self.model.net.get_submodule(self._layer)
@@ -351,12 +364,6 @@ def first_frozen_layer(method: Method) -> str | None:
     return None
 
 
-def _sums(measured: Tensor) -> Tensor:
-    """Return the sums over images of the summaries and of their squares, (2S,), from what was measured (n, 2, D)."""
-    found = summaries(measured.double())
-    return torch.cat([found.sum(0), found.square().sum(0)])
-
-
 def summaries(measured: Tensor) -> Tensor:
     """Return the summary of each image, (n, S), from mean and variance of its channels, (n, 2, D)."""
     mean, var = measured.unbind(1)
@@ -390,7 +397,9 @@ def _filtered(x: Tensor, layer: nn.Conv2d, unit: float) -> Tensor:
 
 
 def _middle(x: Tensor) -> Tensor:
-    """Return the middle of images, at most SIDE_PIXELS high and wide."""
+    """Return the middle of images, at most SIDE_PIXELS high and wide; other inputs as they are."""
+    if x.ndim != IMAGE_AXES:
+        return x
     for axis in (2, 3):
         side = min(x.shape[axis], SIDE_PIXELS)
         x = x.narrow(axis, (x.shape[axis] - side) // 2, side)

@@ -169,10 +169,12 @@ class Scheduled(Wrapper):
     state_name = "schedule"
 
     def __init__(self, method: Method | Wrapper):
-        if not isinstance(innermost(method), ObjectiveMethod) or method.optimizer is None:
+        inner = innermost(method)
+        if not isinstance(inner, ObjectiveMethod) or method.optimizer is None:
             name = spelled(method.name)
             raise ValueError(f"schedule='auto' is for methods with a pure objective, and {name} has none")
         super().__init__(method)
+        inner.reads_features = True  # by which a shift is seen
         self._schedule = Schedule()
 
     @property

@@ -103,6 +103,11 @@ class Arriving:
         arrived.record(torch.cuda.current_stream(tensor.device))
         self._held = (here, arrived, told)
 
+    @property
+    def comes_later(self) -> bool:
+        """True if a tensor is on its way from a GPU."""
+        return self._held is not None and self._held[1] is not None
+
     def take(self) -> tuple[Tensor, Any] | None:
         """Return the tensor and what was told with it, once; None if there is none."""
         if self._held is None:

@@ -30,6 +30,7 @@ class Engine(Protocol):
     """How a method predicts and learns, and how often it has learned."""
 
     precision: str
+    leaves_out: bool  # True: an update that is not finite is left out and counted without a wait for the GPU
     by_modules: bool  # True: only predict, module by module, as the hooks and statistics in the network stand
     updates: int  # since the last reset
     skipped: int  # batches that were predicted but not learned from, because something was not finite
@@ -50,6 +51,13 @@ class Engine(Protocol):
     def warm_up(self, x: Tensor, learn: bool | None = None, observe: bool = True) -> None:
         """Prepare for batches of this shape; may change the method's state. The arguments: Method.warm_up."""
 
+    def replayed(self, function: Callable[[Tensor], Tensor], x: Tensor, now: bool = False) -> Tensor:
+        """Return function(x), which depends only on x and on frozen weights; a GPU replays it.
+
+        Args:
+            now: prepare for it at once, however rare the shape.
+        """
+
     def apart(self, x: Tensor) -> AbstractContextManager[None]:
         """Return a block that uses x, and for whose work on a GPU the caller does not wait."""
 
@@ -61,6 +69,7 @@ class EagerEngine:
     """The step in plain PyTorch."""
 
     precision = "fp32"
+    leaves_out = False
     by_modules = True
     graph_bytes = 0
 
@@ -75,9 +84,7 @@ class EagerEngine:
             seen = method.adapt(x) if learn else self.predict(x)
         with torch.no_grad():
             seen = Pass(seen.logits.detach(), [f.detach() for f in seen.features])
-            logits = method.answer(seen)
-            if observe:
-                method.observe(seen)
+            logits = method.answer(seen, observe)
         return Pass(logits, seen.features)
 
     @torch.no_grad()
@@ -134,6 +141,9 @@ class EagerEngine:
 
     def warm_up(self, x: Tensor, learn: bool | None = None, observe: bool = True) -> None:
         """Do nothing: there is nothing to compile."""
+
+    def replayed(self, function: Callable[[Tensor], Tensor], x: Tensor, now: bool = False) -> Tensor:
+        return function(x)
 
     def apart(self, x: Tensor) -> AbstractContextManager[None]:
         return nullcontext()

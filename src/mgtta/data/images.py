@@ -110,6 +110,15 @@ def decode(
         return crop(pixels, size, crop_pct, max_pixels).clone(memory_format=torch.contiguous_format)
 
 
+def jpeg_bytes(file: bytes | str | os.PathLike, *, name: str) -> Tensor | None:
+    """Return the bytes of a JPEG in RGB or grey, (n,) uint8, within the limits by its header; None for other images."""
+    with _rejections(name), _opened(file) as (image, encoded):
+        if image.format != "JPEG" or image.mode not in ("RGB", "L"):
+            return None
+        encoded.seek(0)
+        return torch.frombuffer(bytearray(encoded.read()), dtype=torch.uint8)
+
+
 @contextlib.contextmanager
 def _rejections(name: str) -> Iterator[None]:
     """Turn any error inside the block into an ImageError that names the image."""
@@ -129,6 +138,13 @@ def _reason(error: Exception) -> str:
 
 
 def _read(file: bytes | str | os.PathLike, max_pixels: int | None = None) -> np.ndarray:
+    with _opened(file, max_pixels) as (image, encoded):
+        return _pixels(image, encoded)
+
+
+@contextlib.contextmanager
+def _opened(file: bytes | str | os.PathLike, max_pixels: int | None = None) -> Iterator[tuple[Image.Image, BinaryIO]]:
+    """Open an image whose size, in bytes and by its header in pixels, is within the limits."""
     length = len(file) if isinstance(file, bytes) else os.path.getsize(file)
     if length > MAX_BYTES:
         raise ValueError(f"{length:,} bytes, more than {MAX_BYTES:,}")
@@ -139,7 +155,7 @@ def _read(file: bytes | str | os.PathLike, max_pixels: int | None = None) -> np.
     ):
         if image.width * image.height > most:
             raise ValueError(f"claims {image.width} x {image.height} pixels, more than {most:,}")
-        return _pixels(image, encoded)
+        yield image, encoded
 
 
 def _pixels(image: Image.Image, encoded: BinaryIO) -> np.ndarray:

@@ -22,6 +22,7 @@ from mgtta._lib.ranks import Alone, share
 from mgtta.data.corruptions import CORRUPTIONS, SEVERITIES, VALIDATION_CORRUPTIONS, corrupt
 from mgtta.data.datasets import cifar_c, imagenet_c, is_cifar_c
 from mgtta.data.images import ImageError
+from mgtta.data.on_device import decoded, file_or_image
 from mgtta.data.plan import Planned, label_shift, plan_batches
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "stream",
 ]
 
+DECODERS = ("cpu", "device")
 GRADUAL = (1, 2, 3, 4, 5, 4, 3, 2, 1)  # severities of the gradual setting
 STREAM_KINDS = {  # what a deployed method may meet
     "reset": "one corruption after another, reset before each",
@@ -48,6 +50,9 @@ STREAM_KINDS = {  # what a deployed method may meet
     "gradual": "each corruption rises to severity 5 and falls again, never reset",
     "clean": "the images as they are",
 }
+
+
+Failure = tuple[int, int, str]  # number of the domain, number of the image, and why it cannot be read
 
 
 class Batch(NamedTuple):
@@ -127,6 +132,7 @@ def stream(
     workers: int = 0,
     device: torch.device | str | None = None,
     part: tuple[int, int] | None = None,
+    decode: str = "cpu",
 ) -> "Stream":
     """Return the images of one domain after another, in batches; the last batch of each may be smaller.
 
@@ -141,7 +147,13 @@ def stream(
         device: where images and labels go. If given, images are corrupted there and not in the workers.
         part: (rank, ranks): only this rank's share of every batch, which may be empty. The shares of all ranks, in
             order, make up the batch.
+        decode: "cpu", or "device": JPEGs are decoded, resized and cropped on the device, a GPU. Their pixels differ
+            from the CPU's by some levels.
     """
+    if decode not in DECODERS:
+        raise unknown("decode", decode, DECODERS)
+    if decode == "device" and device is None:
+        raise ValueError('decode="device" needs a device: give device="cuda"')
     if isinstance(domains, Domain):
         domains = [domains]
     elif not isinstance(domains, list | tuple):
@@ -163,7 +175,7 @@ def stream(
     )
     if part is not None:
         batches = [planned._replace(rows=share(planned.rows, *part)) for planned in batches]
-    return Stream(domains, batches, seed, workers, device, keeps_empty=part is not None)
+    return Stream(domains, batches, seed, workers, device, part is not None, decode)
 
 
 def _check(domains: Sequence[Domain]) -> None:
@@ -216,6 +228,7 @@ class Stream:
     Attributes:
         plan: the batches to read, see `mgtta.data.plan`.
         keeps_empty: True if a batch without images is yielded too, since other ranks have images and wait.
+        decode: where JPEGs are decoded, as in `stream`.
     """
 
     def __init__(
@@ -226,6 +239,7 @@ class Stream:
         workers: int = 0,
         device: torch.device | str | None = None,
         keeps_empty: bool = False,
+        decode: str = "cpu",
     ):
         self.domains = list(domains)
         self.plan = plan
@@ -233,6 +247,7 @@ class Stream:
         self.workers = workers
         self.device = None if device is None else torch.device(device)
         self.keeps_empty = keeps_empty
+        self.decode = decode
 
     def __len__(self) -> int:
         """Return the number of planned batches; one without a readable image is left out unless `keeps_empty`."""
@@ -240,12 +255,13 @@ class Stream:
 
     def after(self, batches: int) -> "Stream":
         """Return the stream without its first planned batches."""
-        return Stream(self.domains, self.plan[batches:], self.seed, self.workers, self.device, self.keeps_empty)
+        rest = self.plan[batches:]
+        return Stream(self.domains, rest, self.seed, self.workers, self.device, self.keeps_empty, self.decode)
 
     def __iter__(self) -> Iterator[Batch]:
         seed_of_workers = self.seed if self.device is None else None  # on a device, images are corrupted there
         loader = DataLoader(
-            _Loaded(self.domains, self.plan, seed_of_workers),
+            _Loaded(self.domains, self.plan, seed_of_workers, self.decode),
             batch_size=None,
             num_workers=self.workers,
             pin_memory=self.device is not None and self.device.type == "cuda",
@@ -257,6 +273,9 @@ class Stream:
             if found is None:
                 return
             batch, rows, failed = found
+            if self.decode == "device":
+                with profile.part("loading"):
+                    batch, rows, failed = self._decoded(batch, rows, failed)
             for d, i, reason in failed:
                 _skip(self.domains[d].dataset, i, reason)
             if not len(rows) and not self.keeps_empty:
@@ -269,20 +288,41 @@ class Stream:
                     batch = batch._replace(x=_corrupt(x, rows, self.domains, self.seed), y=y)
             yield batch
 
+    def _decoded(self, batch: Batch, rows: Tensor, failed: list[Failure]) -> tuple[Batch, Tensor, list[Failure]]:
+        """Return a batch whose files are decoded, without those that cannot be read."""
+        assert self.device is not None
+        images = []
+        kept = []
+        files: Any = batch.x
+        places = [(self.domains[d].dataset, i) for d, i in rows.tolist()]
+        for k, image in enumerate(decoded(files, places, self.device)):
+            if isinstance(image, ImageError):
+                failed = [*failed, (int(rows[k, 0]), int(rows[k, 1]), str(image))]
+            else:
+                images.append(image)
+                kept.append(k)
+        x = torch.stack(images) if images else _no_images(self.domains[0].dataset)
+        y = None if batch.y is None else batch.y[kept]
+        return batch._replace(x=x, y=y, index=batch.index[kept]), rows[kept], failed
+
 
 class _Loaded(Dataset):
-    """The planned batches by number, read and, if a seed is given, corrupted."""
+    """The planned batches by number, read and, if a seed is given, corrupted.
 
-    def __init__(self, domains: list[Domain], plan: Sequence[Planned], seed: int | None):
+    With decode="device", `x` of a batch is a list, of files that a GPU decodes and of other images.
+    """
+
+    def __init__(self, domains: list[Domain], plan: Sequence[Planned], seed: int | None, decode: str = "cpu"):
         self.domains = domains
         self.plan = plan
         self.seed = seed
+        self.decode = decode
 
     def __len__(self) -> int:
         return len(self.plan)
 
-    def __getitem__(self, k: int) -> tuple[Batch, Tensor, list[tuple[int, int, str]]]:
-        """Return the batch, its rows (N, 2), and the (domain, image, reason) of each unreadable image."""
+    def __getitem__(self, k: int) -> tuple[Batch, Tensor, list[Failure]]:
+        """Return the batch, its rows (N, 2), and the unreadable images."""
         planned = self.plan[k]
         images = []
         labels = []
@@ -290,7 +330,7 @@ class _Loaded(Dataset):
         failed = []
         for d, i in planned.rows.tolist():
             try:
-                image, label = self.domains[d].dataset[i]
+                image, label = self._read(self.domains[d].dataset, i)
             except ImageError as error:  # as a value, since DataLoader rewrites a worker's exceptions
                 failed.append((d, i, str(error)))
                 continue
@@ -298,11 +338,18 @@ class _Loaded(Dataset):
             labels.append(-1 if label is None else int(label))
             rows.append((d, i))
         row = torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)  # (N, 2)
-        x = torch.stack(images) if images else _no_images(self.domains[0].dataset)
+        x: Any = images
+        if self.decode == "cpu":
+            x = torch.stack(images) if images else _no_images(self.domains[0].dataset)
         if images and self.seed is not None:
             x = _corrupt(x, row, self.domains, self.seed)
         y = None if -1 in labels else torch.tensor(labels, dtype=torch.int64)
         return Batch(x, y, planned.domain, row[:, 1]), row, failed
+
+    def _read(self, dataset: Any, i: int) -> tuple[Tensor, Any]:
+        if self.decode == "device":
+            return file_or_image(dataset, i)
+        return dataset[i]
 
 
 def _no_images(dataset: Any) -> Tensor:

@@ -1,6 +1,8 @@
 """A classifier with its frozen weights in bfloat16, and how the fast path runs it.
 
-Norm layers compute in float32 on float32 parameters. Images are normalised in float32; logits and features are float32.
+Norm layers compute in float32 on float32 parameters. BatchNorm layers do so by themselves, from and to bfloat16, and
+LayerNorm layers by a kernel; hooks convert what goes into others and comes out of them. Images are normalised in
+float32; logits and features are float32.
 """
 
 import copy
@@ -9,15 +11,21 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from mgtta._lib.timm import timm
+from mgtta.fast.kernels import has_norm_kernel, norm_backward, norm_forward
+from mgtta.fast.mlp import is_plain_mlp, mlp
 from mgtta.models.classifier import Classifier
 from mgtta.models.head import logits_of
-from mgtta.models.hooks import own_hook
+from mgtta.models.hooks import own_hook, set_forward
 from mgtta.models.norms import blocks_of, dotted, norm_layers
-from mgtta.models.statistics import StreamStatistics
+from mgtta.models.statistics import BatchMoments, StreamStatistics, has_variance
 
+PLAIN_NORMS = (nn.LayerNorm, timm.layers.LayerNorm, timm.layers.LayerNorm2d)
 Views = Callable[[Tensor], Tensor]  # images -> those that go through the network
 How = Callable[[Callable[..., Any]], Callable[..., Any]]  # a function -> the same function, or it compiled
 
@@ -30,9 +38,10 @@ def lower(model: Classifier) -> Classifier:
     norms = set(norm_layers(model.net, model.norm_types).values())
     for prefix, module in model.net.named_modules():
         if module in norms:
-            module.register_forward_pre_hook(_raise)
-            module.register_forward_hook(_round)
+            _round_norm(module)
             continue
+        if is_plain_mlp(module) and "forward" not in vars(module):
+            set_forward(module, _frozen_mlp)
         for name, t in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if t.is_floating_point() and t.dtype != torch.bfloat16:  # shared weights are met twice
                 model.full_precision[dotted(prefix, name)] = t.detach().to("cpu", copy=True)
@@ -41,6 +50,23 @@ def lower(model: Classifier) -> Classifier:
     model.net.register_forward_hook(_raise_output)
     model.image_dtype = torch.float32
     return model
+
+
+def _frozen_mlp(module: Any, x: Tensor) -> Tensor:
+    """Return what an MLP of timm's gives for x (..., d)."""
+    rows = x.reshape(1, -1, x.shape[-1])
+    return mlp(rows, module.fc1, module.fc2).view(*x.shape[:-1], -1)
+
+
+def _round_norm(layer: nn.Module) -> None:
+    """Let a norm layer take and give bfloat16, and compute in float32."""
+    if isinstance(layer, _BatchNorm):
+        return
+    if _is_plain_norm(layer):
+        set_forward(layer, _layer_norm_2d if isinstance(layer, timm.layers.LayerNorm2d) else _layer_norm)
+        return
+    layer.register_forward_pre_hook(_raise)
+    layer.register_forward_hook(_round)
 
 
 @own_hook
@@ -72,18 +98,27 @@ class Hooked:
     Args:
         recompute: keep no activations inside a block, but compute them again in the backward pass; not compiled.
         statistics: those of the stream, of BatchNorm layers; they follow batches while `collecting` is True.
+        reads_features: False: features are not computed.
     """
 
-    def __init__(self, model: Classifier, recompute: bool, statistics: StreamStatistics | None = None):
+    def __init__(
+        self,
+        model: Classifier,
+        recompute: bool,
+        statistics: StreamStatistics | None = None,
+        reads_features: bool = True,
+    ):
         shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
         shared[id(model.full_precision)] = model.full_precision
         self.model = copy.deepcopy(model, shared)
         self.recompute = recompute
         self.collecting = False
+        self.collected: dict[int, int] = {}  # BatchNorm layers of the present pass -> values of a channel
+        self.room: list[BatchMoments] = []  # where BatchNorm layers leave mean and unbiased variance of a batch
         self.statistics = statistics
-        for i, name in enumerate([] if statistics is None else statistics.layers):
-            self.model.net.get_submodule(name).register_forward_pre_hook(partial(self._collect, i))
-        self.reader = self.model.reader()
+        if statistics is not None:
+            self._follow(statistics)
+        self.reader = self.model.reader() if reads_features else None
         if _is_convolutional(self.model):
             for convolution in _convolutions(self.model):  # those in bfloat16 are made for channels last
                 convolution.weight.data = convolution.weight.data.contiguous(memory_format=torch.channels_last)
@@ -91,6 +126,21 @@ class Hooked:
         for name in blocks_of(self.model.net) if recompute else ():
             block = self.model.net.get_submodule(name)
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+
+    def _follow(self, statistics: StreamStatistics) -> None:
+        """Let BatchNorm layers tell the stream's statistics what they see."""
+        telling = []
+        for i, name in enumerate(statistics.layers):
+            layer = self.model.net.get_submodule(name)
+            if type(layer).forward is _BatchNorm.forward and layer.affine and not self.recompute:
+                layer.forward = partial(self._normalised, i, layer)
+                telling.append(i)
+            else:
+                layer.register_forward_pre_hook(partial(self._collect, i))
+        statistics.places(telling)
+        sizes = [len(statistics.get_buffer(f"mean_{i}")) for i in range(len(statistics.layers))]
+        both = statistics.images.new_zeros(2, sum(sizes))
+        self.room = list(zip(*(row.split(sizes) for row in both), strict=True))
 
     def __call__(self, x: Tensor, how: How, views: Views) -> tuple[Tensor, list[Tensor]]:
         """Return the logits, and the features of each layer, of views of x."""
@@ -100,10 +150,77 @@ class Hooked:
         self.collecting = False  # blocks run again in the backward pass
         return found
 
+    def _normalised(self, i: int, layer: Any, x: Tensor) -> Tensor:
+        """Return what a BatchNorm layer does, and follow the statistics that it has computed anyway."""
+        if not self.collecting or not layer.training or not has_variance(x):
+            return _BatchNorm.forward(layer, x)
+        mean, var = self.room[i]
+        momentum = 1.0  # mean and var become those of the batch
+        self.collected[i] = x.numel() // x.shape[1]
+        return F.batch_norm(x, mean, var, layer.weight, layer.bias, True, momentum, layer.eps)
+
+    def begin(self) -> None:
+        """Prepare for a pass: forget what was left of the last one, which may not be finite."""
+        if self.room and self.collecting:
+            torch._foreach_zero_([t for moments in self.room for t in moments])
+
+    def end(self, n: int) -> None:
+        """Take what BatchNorm layers left of a batch of n images into the stream's statistics."""
+        if not self.collected:
+            return
+        assert self.statistics is not None
+        layers = sorted(self.collected)
+        shares = [(self.collected[i] - 1) / self.collected[i] for i in layers]  # biased / unbiased variance
+        variances = torch._foreach_mul([self.room[i][1] for i in layers], shares)
+        means = [self.room[i][0] for i in layers]
+        self.statistics.follow_all(dict(zip(layers, zip(means, variances, strict=True), strict=True)), n)
+        self.collected.clear()
+
     def _collect(self, i: int, _layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if self.collecting:
             assert self.statistics is not None
             self.statistics.update(i, inputs[0])
+
+
+def _is_plain_norm(layer: Any) -> bool:
+    """Return whether a layer is a LayerNorm over the last axis, or over channels, with weight and bias."""
+    if type(layer) not in PLAIN_NORMS or "forward" in vars(layer):
+        return False
+    return len(layer.normalized_shape) == 1 and layer.bias is not None
+
+
+def _layer_norm_2d(layer: Any, x: Tensor) -> Tensor:
+    """Return LayerNorm over the channels of x (N, d, H, W), which is quick if they are last in memory."""
+    return _layer_norm(layer, x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def _layer_norm(layer: Any, x: Tensor) -> Tensor:
+    """Return LayerNorm of x (..., d), computed in float32, in bfloat16."""
+    if x.dtype != torch.bfloat16 or not has_norm_kernel(x):
+        h = F.layer_norm(x.float(), layer.normalized_shape, layer.weight, layer.bias, layer.eps)
+        return h.to(torch.bfloat16)
+    rows = x.reshape(1, -1, x.shape[-1])
+    if torch.is_grad_enabled():
+        found = _LayerNorm.apply(rows, layer.weight, layer.bias, layer.eps)
+    else:
+        found = norm_forward(rows, layer.weight, layer.bias, layer.eps, None).y
+    return found.view(x.shape)
+
+
+class _LayerNorm(torch.autograd.Function):
+    """LayerNorm of rows (1, rows, d), by one kernel in each direction."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        normed = norm_forward(x, weight, bias, eps, x.dtype)
+        ctx.save_for_backward(normed.z, normed.scale, weight)
+        return normed.y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        [grad] = grads
+        z, scale, weight = ctx.saved_tensors
+        return *norm_backward(grad, z, scale, weight, None, None), None
 
 
 def _is_convolutional(model: Classifier) -> bool:
@@ -122,6 +239,10 @@ def _last_channels(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ..
 
 def _hooked(network: Hooked, x: Tensor, views: Views) -> tuple[Tensor, list[Tensor]]:
     x = views(x)
-    network.reader.images = len(x)
+    reader = network.reader
+    if reader is not None:
+        reader.images = len(x)
+    network.begin()
     logits = network.model(x)
-    return logits, network.reader.take()
+    network.end(len(x))
+    return logits, [] if reader is None else reader.take()

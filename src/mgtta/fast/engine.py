@@ -16,105 +16,27 @@ With "fp8" gradients pass the MLPs of a plain ViT in 8 bits: see mgtta.fast.mlp.
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mgtta._lib.names import spelled
-from mgtta.adaptation.method import Method
 from mgtta.adaptation.objective import ObjectiveMethod
 from mgtta.adaptation.state import own_buffers
 from mgtta.adaptation.step import Pass
-from mgtta.fast.bf16 import Hooked, lower
-from mgtta.fast.flat import RULES, FlatStep
+from mgtta.fast.bf16 import Hooked, How, lower
+from mgtta.fast.captured import Captured, GraphPlace, as_it_is, compiled_code, on_device
+from mgtta.fast.flat import FlatStep
 from mgtta.fast.remembered import is_remembered, remember
-from mgtta.fast.rounded import RoundedEngine, check_dtypes
+from mgtta.fast.rounded import check_dtypes
 from mgtta.fast.vit import ViT
-from mgtta.models.classifier import Classifier
-from mgtta.models.norms import norm_parameters
 
 CAPTURE_BATCHES = 8  # of a shape, before it is captured, which takes less than a second
 COMPILE_BATCHES = 2000  # of a shape, before it is compiled: by then they have cost as much as compiling saves
 KEPT_GRAPHS = 8  # the latest ones; they share one pool of memory
-RECOMPILES = 512  # that dynamo allows: all methods of a process share what is compiled
-KNOWN = tuple(
-    f"{package}.{kind}"
-    for package in ("timm.models", "torchvision.models")
-    for kind in ("convnext", "swin_transformer", "vision_transformer")
-)  # modules of networks that "auto" takes; ResNets are not faster by it: results/speed.md
 FLOAT8_IS_FOR = "that is for a plain ViT of timm's whose widths 16 divides, where 8-bit floats can be multiplied"
-ATTENTION = [  # the first that works
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-
-How = Callable[[Callable[..., Any]], Callable[..., Any]]  # a function -> itself, or compiled
-
-
-def engine_for(method: Method, precision: str, low_memory: bool) -> "FastEngine | RoundedEngine | None":
-    """Return the engine of the fast path; None if "auto" does not take it. "bf16" and "fp8" take it or are refused."""
-    if not fits(method, precision):
-        return None
-    if not is_captured(method):
-        if low_memory:
-            raise ValueError(f"low_memory is for steps that can be captured, and {method.name}'s cannot: leave it out")
-        return RoundedEngine(method)
-    return FastEngine(method, low_memory, "bf16" if precision == "auto" else precision)
-
-
-def fits(method: Method, precision: str) -> bool:
-    """Return True if the method takes the fast path: with "auto" it may, with "bf16" or "fp8" it must or is refused."""
-    reason = refusal(method, precision)
-    if precision == "auto":
-        known = reason is None and method.max_seconds is None and is_known(method.model)
-        return known and _has_bfloat16(next(method.model.parameters()).device)
-    if reason is not None:
-        other = "fp32" if precision == "bf16" or refusal(method, "bf16") else "bf16"
-        raise ValueError(
-            f"precision={precision!r} is not for {spelled(method.name)}: {reason}; take precision={other!r}"
-        )
-    return True
-
-
-def refusal(method: Method, precision: str) -> str | None:
-    """Return what keeps a method from the fast path; None if nothing does."""
-    captured = is_captured(method)
-    if not captured and not method.may_be_rounded:
-        return "what it does depends on the values in a batch, not only on its shape"
-    if captured and method.optimizer is not None and type(method.optimizer) not in RULES:
-        return f"its optimizer is {type(method.optimizer).__name__}"
-    if not {id(p) for p in method.adapted.values()} <= {id(p) for p in norm_parameters(method.model)}:
-        return "it adapts parameters outside normalisation layers, which would be rounded"
-    if next(method.model.parameters()).dtype != torch.float32:
-        return "its model is not float32"
-    if method.ranks.size > 1:
-        return "ranks share its batches"
-    if precision == "fp8" and not (captured and ViT.fits_float8(method.model)):
-        return FLOAT8_IS_FOR
-    return None
-
-
-def is_captured(method: Method) -> TypeGuard[ObjectiveMethod]:
-    """Return True if a method's step does not depend on the values in a batch, so that a graph can hold it."""
-    return isinstance(method, ObjectiveMethod) and all(
-        getattr(type(method), name) is getattr(ObjectiveMethod, name) for name in ("adapt", "loss", "look")
-    )
-
-
-def is_known(model: Classifier) -> bool:
-    """Return True for networks that "auto" takes; others may hold float32 tensors of their own, or gain nothing."""
-    return type(model.net).__module__ in KNOWN
-
-
-def _has_bfloat16(device: torch.device) -> bool:
-    """Return True for a GPU that computes in bfloat16; older ones emulate it."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 class FastEngine:
@@ -126,6 +48,8 @@ class FastEngine:
         low_memory: keep few activations, and compute the others again in the backward pass.
         precision: "bf16" or "fp8".
     """
+
+    leaves_out = True
 
     def __init__(self, method: ObjectiveMethod, low_memory: bool = False, precision: str = "bf16"):
         lower(method.model)
@@ -146,6 +70,7 @@ class FastEngine:
         self.seen: Counter[Any] = Counter()
         self.graphs: dict[Any, Captured] = {}
         self.buffers: list[tuple[Any, str, Tensor]] = []  # owner, name, and the tensor that graphs hold
+        self.inputs: dict[Any, Tensor] = {}  # shape and dtype -> where graphs read their images
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None  # on which graphs are captured: those of one pool share it
         self.beside: torch.cuda.Stream | None = None  # on which `apart` runs
@@ -222,14 +147,14 @@ class FastEngine:
         if self.by_modules:
             with torch.no_grad():
                 seen = method.look(x)
-                return Pass(_answered(method, *seen, observe), seen.features)
+                return Pass(method.answer(seen, observe), seen.features)
         learn = learn and method.optimizer is not None
         if learn:
             method.begin_step(x)
             self._lay_out(x)
             self._take_in()
             self.pending = True
-        part = Part(learn, observe and self.observes, collect and method.statistics is not None)
+        part = Part(learn, observe and self.answers, collect and method.statistics is not None)
         with torch.inference_mode(False), torch.set_grad_enabled(learn):
             return self._run(part, x, now)
 
@@ -244,9 +169,9 @@ class FastEngine:
             self.step(x, kind, observe, True, now=True)
 
     @property
-    def observes(self) -> bool:
-        """True if the method follows batches."""
-        return type(self.method).observe is not ObjectiveMethod.observe
+    def answers(self) -> bool:
+        """True if the caller gets other logits than the network's."""
+        return type(self.method).answer is not ObjectiveMethod.answer
 
     def _step(self, part: "Part", x: Tensor, how: How) -> Pass:
         seen = self._look(x, how, part.collect)
@@ -254,7 +179,7 @@ class FastEngine:
             self._learn(seen, how)
         seen = Pass(seen.logits.detach(), [f.detach() for f in seen.features])
         with torch.no_grad():
-            if part.observe or type(self.method).answer is not ObjectiveMethod.answer:
+            if self.answers:
                 return Pass(how(_answered)(self.method, *seen, part.observe), seen.features)
         return seen
 
@@ -276,8 +201,8 @@ class FastEngine:
         if self.flat is not None or method.optimizer is None:
             return
         adapted = list(method.adapted.values())
-        with _on(self._device), torch.enable_grad():
-            loss = method.objective(*self._look(x[:2], _as_it_is))
+        with on_device(self._device), torch.enable_grad():
+            loss = method.objective(*self._look(x[:2], as_it_is))
             grads = torch.autograd.grad(loss, adapted, allow_unused=True)
         moved = [i for i, grad in enumerate(grads) if grad is not None]
         params = [adapted[i] for i in moved]
@@ -305,7 +230,7 @@ class FastEngine:
             if ViT.fits(model):
                 self.network = ViT(model, self.low_memory, float8)
             else:
-                self.network = Hooked(model, self.low_memory, self.method.statistics)
+                self.network = Hooked(model, self.low_memory, self.method.statistics, self.method.reads_features)
         return self.network
 
     # --- beside the caller's own work
@@ -348,13 +273,56 @@ class FastEngine:
         device = self._device
         if device.type == "cuda":
             self._prepare(key, x, now)
-        captured = self.graphs.pop(key, None)
+        captured = self._latest(key)
         if captured is None:
-            with _on(device):
-                return self._step(part, x, _as_it_is)
-        self.graphs[key] = captured  # the latest
+            with on_device(device):
+                return self._step(part, x, as_it_is)
         self._follow_buffers()
         return captured(x)
+
+    def replayed(self, function: Callable[[Tensor], Tensor], x: Tensor, now: bool = False) -> Tensor:
+        self._catch_up()  # graphs share their memory: one at a time
+        if not x.is_cuda or not self.captures:
+            return function(x)
+        key = (function.__name__, x.shape, x.dtype)
+        self.seen[key] += 1
+        captured = self._latest(key)
+        if captured is None:
+            if not now and self.seen[key] <= CAPTURE_BATCHES:
+                return function(x)
+            self._make_room()
+            own = self._input(x)
+            captured = Captured(lambda: Pass(function(own)), own, self._place())
+            self.graphs[key] = captured
+        return captured(x).logits
+
+    def _latest(self, key: Any) -> Captured | None:
+        """Return the graph of a key, which is then the last one to be dropped."""
+        captured = self.graphs.pop(key, None)
+        if captured is not None:
+            self.graphs[key] = captured
+        return captured
+
+    def _make_room(self) -> None:
+        """Drop the graphs that were not used for longest, if there are too many for another."""
+        while len(self.graphs) >= KEPT_GRAPHS:
+            del self.graphs[next(iter(self.graphs))]
+        used = {id(captured.x) for captured in self.graphs.values()}
+        self.inputs = {key: x for key, x in self.inputs.items() if id(x) in used}
+
+    def _input(self, x: Tensor) -> Tensor:
+        """Return where graphs for images like x read them: one place for all, with a copy of x."""
+        key = (x.shape, x.dtype)
+        if key not in self.inputs:
+            self.inputs[key] = torch.empty_like(x, device=self._device, memory_format=torch.contiguous_format)
+        return self.inputs[key].copy_(x)
+
+    def _place(self) -> GraphPlace:
+        """Return where graphs are captured: those of one pool share their memory and stream."""
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+            self.stream = torch.cuda.Stream(self._device)
+        return GraphPlace(self.pool, self.stream)
 
     def _prepare(self, key: Any, x: Tensor, now: bool) -> None:
         """Capture a step of this key, and compile it, as soon as each pays."""
@@ -368,9 +336,8 @@ class FastEngine:
         compiled = compiled or (self.compiles and self._compiled_before(key))
         self.graphs.pop(key, None)
         self._lay_out(x)
-        while len(self.graphs) >= KEPT_GRAPHS:
-            del self.graphs[next(iter(self.graphs))]
-        made = self._capture(key[0], x.to(self._device, copy=True), compiled)
+        self._make_room()
+        made = self._capture(key[0], self._input(x), compiled)
         if made is not None:
             self.graphs[key] = made
             if made.compiled:
@@ -394,23 +361,20 @@ class FastEngine:
         if self.flat is not None:
             changed += self.flat.tensors
         before = [t.clone() for t in changed]
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
-            self.stream = torch.cuda.Stream(x.device)
-        place = GraphPlace(self.pool, self.stream)
+        place = self._place()
         run = partial(self._step, part, x)
         name = self.method.model.name
         try:
             if compiled:
                 try:
-                    return Captured(partial(run, _compiled), x, place, compiled=True)
+                    return Captured(partial(run, compiled_code), x, place, compiled=True)
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as error:  # a compiler fails in any way; without it all works, only slower
                     self.compiles = False
                     _warn(f"torch.compile does not manage {name}", error, "continues without it")
             try:
-                return Captured(partial(run, _as_it_is), x, place)
+                return Captured(partial(run, as_it_is), x, place)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -426,8 +390,8 @@ class FastEngine:
         """Note where the method's own buffers are, which graphs will read and write."""
         self._follow_buffers()
         if not all(held.numel() for held in own_buffers(self.method).values()):  # they get their size from a batch
-            with _on(self._device), torch.no_grad():
-                self.method.objective(*self._look(x[:2], _as_it_is))
+            with on_device(self._device), torch.no_grad():
+                self.method.objective(*self._look(x[:2], as_it_is))
         self.buffers = []
         for name, held in own_buffers(self.method).items():
             path, _, attribute = name.rpartition(".")
@@ -459,59 +423,6 @@ class Part(NamedTuple):
     collect: bool
 
 
-class GraphPlace(NamedTuple):
-    """Where graphs of one engine are captured."""
-
-    pool: Any
-    stream: Any
-
-
-class Captured:
-    """A CUDA graph of what `run` does with the images in `x`, and where it leaves what it gives.
-
-    Attributes:
-        bytes: what `run` takes of the GPU's memory at most, as torch counts what is allocated.
-        held: by how much the graphs' common pool has grown for it, gaps between tensors included.
-    """
-
-    def __init__(self, run: Callable[[], Pass], x: Tensor, place: GraphPlace, compiled: bool = False):
-        self.x = x
-        self.compiled = compiled
-        self.graph = torch.cuda.CUDAGraph()
-        before = torch.cuda.Stream(x.device)
-        before.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(before), _compiling(x.device):
-            for _ in range(3):
-                run()
-        torch.cuda.current_stream(x.device).wait_stream(before)
-        torch.cuda.synchronize(x.device)
-        _clear_workspaces()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(x.device)
-        allocated = torch.cuda.memory_allocated(x.device)
-        held = torch.cuda.memory_reserved(x.device)
-        with (
-            _compiling(x.device),
-            torch.cuda.graph(self.graph, pool=place.pool, stream=place.stream, capture_error_mode="thread_local"),
-        ):
-            self.result = run()
-        _clear_workspaces()
-        self.bytes = torch.cuda.max_memory_allocated(x.device) - allocated
-        self.held = torch.cuda.memory_reserved(x.device) - held
-        torch.cuda.reset_peak_memory_stats(x.device)
-
-    def __call__(self, x: Tensor) -> Pass:
-        """Replay the graph; the features are overwritten by the next call."""
-        self.x.copy_(x, non_blocking=True)
-        self.graph.replay()
-        return Pass(self.result.logits.clone(), self.result.features)
-
-
-def _clear_workspaces() -> None:
-    """Give back what cuBLAS keeps for each stream, so that a graph's own lies among the graph's tensors, once."""
-    torch._C._cuda_clearCublasWorkspaces()
-
-
 # --- what is compiled, besides the network
 
 
@@ -533,44 +444,4 @@ def _update(
 
 
 def _answered(method: ObjectiveMethod, logits: Tensor, features: Sequence[Tensor], observe: bool) -> Tensor:
-    seen = Pass(logits, features)
-    answer = method.answer(seen)
-    if observe:
-        method.observe(seen)
-    return answer
-
-
-def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
-
-
-_COMPILED: dict[Callable[..., Any], Callable[..., Any]] = {}  # shared, so that two methods of a kind compile once
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    if function not in _COMPILED:
-        _COMPILED[function] = partial(_within_limits, torch.compile(function, dynamic=False))
-    return _COMPILED[function]
-
-
-def _within_limits(compiled: Callable[..., Any], *args: Any) -> Any:
-    """Call it under limits of our own, in every thread: the backward pass runs in another thread."""
-    with torch._dynamo.config.patch(recompile_limit=RECOMPILES, accumulated_recompile_limit=RECOMPILES):
-        return compiled(*args)
-
-
-def _compiling(device: torch.device) -> ExitStack:
-    stack = ExitStack()
-    stack.enter_context(warnings.catch_warnings())
-    warnings.simplefilter("ignore")  # torch's, about itself
-    stack.enter_context(_on(device))
-    return stack
-
-
-def _on(device: torch.device) -> ExitStack:
-    """Make a GPU the current one, where Triton launches its kernels, with its quickest attention."""
-    stack = ExitStack()
-    if device.type == "cuda":
-        stack.enter_context(torch.cuda.device(device))
-        stack.enter_context(sdpa_kernel(ATTENTION, set_priority=True))
-    return stack
+    return method.answer(Pass(logits, features), observe)

@@ -1,11 +1,14 @@
-"""Hand-written backward passes that torch.compile does not generate: of LayerNorm, and of queries, keys and values.
+"""LayerNorm in one pass over its rows, forward and backward, and the backward pass of queries, keys and values.
 
-LayerNorm's takes one pass over the rows: a Triton kernel on a GPU, with a plain version elsewhere.
+LayerNorm's passes are Triton kernels on a GPU, with plain versions elsewhere. torch.compile fuses the forward pass by
+itself, but does not generate the backward passes.
 
 Notation    y = z w + b, z the normalised input, s = 1 / std of each row, g = dL/dy
             dL/dx = s (g w - mean(g w) - z mean(g w z)), dL/dw = sum of g z over rows, dL/db = sum of g
 Shapes      N images, L tokens, d features
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,31 +36,77 @@ def _(dq: Tensor, dk: Tensor, dv: Tensor, weight: Tensor) -> Tensor:
     return dq.new_empty(dq.shape[0], dq.shape[2], weight.shape[1])
 
 
+class Normed(NamedTuple):
+    """What the forward pass of LayerNorm gives."""
+
+    z: Tensor  # (N, L, d), in the dtype in which it is kept
+    scale: Tensor  # s, (N, L, 1)
+    y: Tensor  # (N, L, d), in the dtype of x
+    first: Tensor  # y of the first token, (N, d), float32
+
+
+def has_norm_kernel(x: Tensor) -> bool:
+    """Return whether `norm_forward` takes x here: on a GPU, and not while a compiler traces, which fuses by itself."""
+    return x.is_cuda and triton is not None and not torch.compiler.is_compiling()
+
+
+def norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dtype | None) -> Normed:
+    """Return LayerNorm of x (N, L, d), and what its backward pass needs, by one kernel.
+
+    Args:
+        keep: dtype of z; None: z and scale are not needed, and stay empty.
+    """
+    x = x.contiguous()
+    n, length, d = x.shape
+    z = x.new_empty(x.shape if keep is not None else 0, dtype=keep)
+    scale = x.new_empty((n, length, 1) if keep is not None else 0, dtype=torch.float32)
+    y = torch.empty_like(x)
+    first = x.new_empty((n, d), dtype=torch.float32)
+    constants = {"d": d, "kept": keep is not None, "BLOCK": triton.next_power_of_2(d), "num_warps": 4}
+    _forward_kernel[(n * length,)](x, weight, bias, z, scale, y, first, length, eps, **constants)
+    return Normed(z, scale, y, first)
+
+
+def plain_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dtype | None) -> Normed:
+    """Return the same as `norm_forward`, as the formulas say.
+
+    The first token is computed separately. If it were a slice of the whole, a compiler would write it all in float32.
+    """
+    mean = x.float().mean(-1, keepdim=True)
+    scale = ((x.float() - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
+    z = (x.float() - mean) * scale
+    first = (x[:, 0].float() - mean[:, 0]) * scale[:, 0] * weight + bias
+    return Normed(z if keep is None else z.to(keep), scale, (z * weight + bias).to(x.dtype), first)
+
+
 PROGRAMS = 912  # that share the rows; an H200 runs all of them at once
 
 
 def norm_backward(
-    grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor, tap: Tensor | None
+    grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor | None, tap: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias.
 
     Args:
-        grad: of y, (N, L, d), in the dtype of `through` and of the gradient of x.
+        grad: of y, (N, L, d), in any dtype.
         z: (N, L, d), in any dtype.
         scale: s, (N, L, 1).
-        through: gradient of x that does not come through the layer, (N, L, d).
+        through: gradient of x that does not come through the layer, (N, L, d), in the dtype of the gradient of x; None:
+            there is none, and that dtype is the one of `grad`.
         tap: further gradient of y of the first token, (N, d), float32; None: there is none.
     """
     if grad.is_cuda and triton is not None:
         if tap is not None and tap.stride(1) != 1:
             tap = tap.contiguous()
-        dx, sums = _in_one_pass(grad.contiguous(), z, scale, weight, through.contiguous(), tap)
+        if through is not None:
+            through = through.contiguous()
+        dx, sums = _in_one_pass(grad.contiguous(), z, scale, weight, through, tap)
         return dx, *sums.unbind()
     return plain_norm_backward(grad, z, scale, weight, through, tap)
 
 
 def plain_norm_backward(
-    grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor, tap: Tensor | None
+    grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor | None, tap: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same as `norm_backward`, as the formulas say."""
     g = grad.float()
@@ -66,10 +115,47 @@ def plain_norm_backward(
         g = torch.cat([g[:, :1] + tap.unsqueeze(1), g[:, 1:]], 1)
     gw = g * weight
     dx = scale * (gw - gw.mean(-1, keepdim=True) - z * (gw * z).mean(-1, keepdim=True))
-    return (dx + through.float()).to(through.dtype), (g * z).sum((0, 1)), g.sum((0, 1))
+    dtype = grad.dtype
+    if through is not None:
+        dx = dx + through.float()
+        dtype = through.dtype
+    return dx.to(dtype), (g * z).sum((0, 1)), g.sum((0, 1))
 
 
 if triton is not None:
+
+    @triton.jit
+    def _forward_kernel(
+        x,
+        weight,
+        bias,
+        z,
+        scale,
+        y,
+        first,
+        length,
+        eps,
+        d: tl.constexpr,
+        kept: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        row = tl.program_id(0)
+        columns = tl.arange(0, BLOCK)
+        inside = columns < d
+        wide = tl.full((), d, tl.int64)  # 32 bits may not count all values
+        at = row * wide + columns
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        w = tl.load(weight + columns, mask=inside, other=0.0)
+        b = tl.load(bias + columns, mask=inside, other=0.0)
+        away = tl.where(inside, value - tl.sum(value, 0) / d, 0.0)
+        s = 1.0 / tl.sqrt(tl.sum(away * away, 0) / d + eps)
+        out = away * s * w + b
+        tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+        if kept:
+            tl.store(z + at, (away * s).to(z.dtype.element_ty), mask=inside)
+            tl.store(scale + row, s)
+        if row % length == 0:
+            tl.store(first + (row // length) * wide + columns, out, mask=inside)
 
     @triton.jit
     def _kernel(
@@ -85,6 +171,7 @@ if triton is not None:
         length,
         stride,
         d: tl.constexpr,
+        passed: tl.constexpr,
         tapped: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
@@ -99,7 +186,9 @@ if triton is not None:
             at = row * wide + columns
             g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
             x = tl.load(z + at, mask=inside, other=0.0).to(tl.float32)
-            r = tl.load(through + at, mask=inside, other=0.0).to(tl.float32)  # all loads come before any sum
+            r = tl.zeros((BLOCK,), dtype=tl.float32)
+            if passed:
+                r = tl.load(through + at, mask=inside, other=0.0).to(tl.float32)  # all loads come before any sum
             s = tl.load(scale + row)
             if tapped:  # noqa: SIM102 - a constant when the kernel is compiled
                 if row % length == 0:
@@ -123,17 +212,24 @@ if triton is not None:
 
     @torch.library.triton_op("mgtta::norm_backward", mutates_args={})
     def _in_one_pass(
-        grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor, tap: Tensor | None
+        grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor | None, tap: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         n, length, d = grad.shape
         programs = min(PROGRAMS, n * length)
-        dx = torch.empty_like(through)
+        past = grad if through is None else through  # any tensor, if it is not read
+        dx = torch.empty_like(past)
         parts = grad.new_empty((programs, 2, d), dtype=torch.float32)
         tapped = tap is not None
         taps = scale if tap is None else tap  # any tensor, if it is not read
         stride = 0 if tap is None else tap.stride(0)
-        tensors = (grad, z, scale, weight, through, taps, dx, parts)
-        constants = {"d": d, "tapped": tapped, "BLOCK": triton.next_power_of_2(d), "num_warps": 4}
+        tensors = (grad, z, scale, weight, past, taps, dx, parts)
+        constants = {
+            "d": d,
+            "passed": through is not None,
+            "tapped": tapped,
+            "BLOCK": triton.next_power_of_2(d),
+            "num_warps": 4,
+        }
         torch.library.wrap_triton(_kernel)[(programs,)](*tensors, n * length, length, stride, **constants)
         sums = grad.new_empty((2, d), dtype=torch.float32)
         torch.library.wrap_triton(_sum)[(triton.cdiv(2 * d, 16),)](

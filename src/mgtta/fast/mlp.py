@@ -17,12 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mgtta._lib.timm import timm
 from mgtta._lib.triton import TensorDescriptor, tl, triton
 from mgtta.fast.float8 import Float8Weights, product, scaled_rows
 
 LOWEST = -0.13  # slope that is kept as 0
 STEPS = 202.0  # steps per unit of the slope
 BLOCK = 1024  # values per program of GELU's kernel
+
+
+def is_plain_mlp(module: Any) -> bool:
+    """Return whether a module is an MLP of timm's that `mlp` computes: two linear layers and GELU between them."""
+    if type(module) is not timm.layers.Mlp or not isinstance(module.norm, nn.Identity):
+        return False
+    gelu = isinstance(module.act, nn.GELU) and module.act.approximate == "none"
+    return gelu and type(module.fc1) is nn.Linear and type(module.fc2) is nn.Linear
 
 
 def mlp(

@@ -1,17 +1,19 @@
 """The plain step over frozen weights in bfloat16, for methods whose steps depend on the values in a batch.
 
-Nothing is compiled or captured: the step is `EagerEngine`'s, and norm layers, logits, gradients and the optimizer are
-float32, as on the rest of the fast path.
+Nothing is compiled: the step is `EagerEngine`'s, and norm layers, logits, gradients and the optimizer are float32, as
+on the rest of the fast path. On a GPU the passes through the network are CUDA graphs (mgtta.fast.graphed).
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mgtta.adaptation.method import Method
-from mgtta.adaptation.step import EagerEngine
+from mgtta.adaptation.step import EagerEngine, Pass
 from mgtta.fast.bf16 import lower
+from mgtta.fast.graphed import GraphedPasses
 
 
 class RoundedEngine(EagerEngine):
@@ -22,9 +24,22 @@ class RoundedEngine(EagerEngine):
     def __init__(self, method: Method):
         super().__init__(method)
         lower(method.model)
+        self.graphs: GraphedPasses | None = None
+
+    def step(self, x: Tensor, learn: bool, observe: bool, collect: bool) -> Pass:
+        if not learn:
+            return super().step(x, learn, observe, collect)
+        if self.graphs is None:
+            self.graphs = GraphedPasses(self.method.model.net, list(self.method.adapted.values()))
+        with self.graphs.used(len(x)):
+            return super().step(x, learn, observe, collect)
 
     def moving(self, fn: Callable[[Tensor], Tensor]) -> None:
         check_dtypes(fn, self.precision)
+        self.graphs = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "graphs": None}  # a copy captures for itself
 
 
 def check_dtypes(fn: Callable[[Tensor], Tensor], precision: str) -> None:

@@ -23,15 +23,24 @@ from torch import Tensor, nn
 from mgtta._lib.timm import timm
 from mgtta.fast.bf16 import How, Views
 from mgtta.fast.float8 import FLOAT8, Float8Weights, float8_weights, multiplies_float8
-from mgtta.fast.kernels import norm_backward, qkv_backward
-from mgtta.fast.mlp import mlp
+from mgtta.fast.kernels import (
+    Normed,
+    has_norm_kernel,
+    norm_backward,
+    norm_forward,
+    plain_norm_forward,
+    qkv_backward,
+)
+from mgtta.fast.mlp import is_plain_mlp, mlp
 from mgtta.models.classifier import Classifier
 
 RECOMPUTED_IMAGES = 64  # with little memory, that pass a block at a time
 
 
 class ViT:
-    """A plain ViT with a class token, as the fast path runs it; `fits` says which models are plain.
+    """A plain ViT as the fast path runs it; `fits` says which models are plain.
+
+    Its head reads the class token, or the mean of the patches' tokens. It may have register tokens.
 
     Args:
         recompute: keep only the input of a block, and compute the rest again in the backward pass.
@@ -43,6 +52,7 @@ class ViT:
         self.recompute = recompute
         self.collecting = False  # there are no BatchNorm layers
         self.net = cast(Any, model.net)
+        self.pool = self.net.num_prefix_tokens if self.net.global_pool == "avg" else None
         self.keep = FLOAT8 if _has_float8(self.net.head.weight.device) else None  # dtype of normalised inputs
         early = [block.mlp for block in self.net.blocks[:-1]]
         self.float8 = [float8_weights(m.fc1.weight, m.fc2.weight) if float8 else None for m in early]
@@ -55,8 +65,7 @@ class ViT:
             return False
         if type(net) is not timm.models.vision_transformer.VisionTransformer or not _plain_embedding(net):
             return False
-        plain = net.global_pool == "token" and net.num_prefix_tokens == 1 and getattr(net, "attn_pool", None) is None
-        return plain and isinstance(net.head, nn.Linear) and _is_norm(net.norm) and all(map(_plain_block, net.blocks))
+        return _plain_end(net) and all(map(_plain_block, net.blocks))
 
     @staticmethod
     def fits_float8(model: Classifier) -> bool:
@@ -68,8 +77,8 @@ class ViT:
     def __call__(self, x: Tensor, how: How, views: Views) -> tuple[Tensor, list[Tensor]]:
         """Return the logits, and the features of each layer, of views of x.
 
-        The features are the class token after each block's first norm, except the first block's, and after the final
-        norm.
+        The features are the class token, or the mean of the patches' tokens, after each block's first norm, except the
+        first block's, and after the final norm.
         """
         patch = self.net.patch_embed
         if tuple(x.shape[1:]) != (patch.proj.in_channels, *patch.img_size):
@@ -79,7 +88,7 @@ class ViT:
             h, x, taps = self._recomputed_blocks(x, how, views)
         else:
             h, x, taps = self._blocks(x, how, views)
-        logits, tap = how(_end)(self.net, last, h, x, self.model.classes, self.keep)
+        logits, tap = how(_end)(self.net, last, h, x, self.model.classes, self.keep, self.pool)
         return logits, [*taps, tap]
 
     def _blocks(self, x: Tensor, how: How, views: Views) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -87,7 +96,7 @@ class ViT:
         taps: list[Tensor] = []
         h, x = how(_begin)(self.model, self.net.blocks[0], x, views, self.keep)
         for (block, following), float8 in zip(pairwise(self.net.blocks), self.float8, strict=True):
-            h, x, tap = how(_block)(block, following, h, x, self.keep, float8)
+            h, x, tap = how(_block)(block, following, h, x, self.keep, float8, self.pool)
             taps.append(tap)
         return h, x, taps
 
@@ -97,9 +106,9 @@ class ViT:
         taps: list[Tensor] = []
         x = how(_embed)(self.model, x, views)
         for block, float8 in zip(early, self.float8, strict=True):
-            x, tap = _Recomputed.apply(x, how, block, self.keep, float8, *_norms(block))
+            x, tap = _Recomputed.apply(x, how, block, (self.keep, float8, self.pool), *_norms(block))
             taps.append(tap)
-        h, x, tap = how(_norm)(last.norm1, x, self.keep)
+        h, x, tap = how(_norm)(last.norm1, x, self.keep, True, self.pool)
         taps.append(tap)
         return h, x, taps[1:]  # the first block's norm is not a tap
 
@@ -113,7 +122,7 @@ def _plain_embedding(net: Any) -> bool:
     if type(patch) is not timm.layers.PatchEmbed or type(patch.proj) is not nn.Conv2d:
         return False
     proj = patch.proj
-    identities = (patch.norm, net.norm_pre, net.patch_drop, net.fc_norm)
+    identities = (patch.norm, net.norm_pre, net.patch_drop)
     return (
         (patch.flatten, patch.strict_img_size, net.dynamic_img_size) == (True, True, False)
         and patch.img_size is not None
@@ -123,21 +132,29 @@ def _plain_embedding(net: Any) -> bool:
     )
 
 
+def _plain_end(net: Any) -> bool:
+    """Return whether one norm and a linear head follow the blocks, by the class token or the mean of the patches."""
+    if getattr(net, "attn_pool", None) is not None or not isinstance(net.head, nn.Linear):
+        return False
+    norms = [layer for layer in (net.norm, net.fc_norm) if not isinstance(layer, nn.Identity)]
+    if len(norms) != 1 or not _is_norm(norms[0]):
+        return False
+    if net.global_pool == "token":
+        return net.cls_token is not None and norms[0] is net.norm
+    return net.global_pool == "avg" and not getattr(net, "pool_include_prefix", False)
+
+
 def _plain_block(block: Any) -> bool:
     vit = timm.models.vision_transformer
-    if type(block) is not vit.Block or type(block.attn) is not vit.Attention or type(block.mlp) is not timm.layers.Mlp:
+    if type(block) is not vit.Block or type(block.attn) is not vit.Attention or not is_plain_mlp(block.mlp):
         return False
     attn = block.attn
-    mlp = block.mlp
-    identities = (attn.q_norm, attn.k_norm, getattr(attn, "norm", None), mlp.norm)
+    identities = (attn.q_norm, attn.k_norm, getattr(attn, "norm", None))
     return (
         _is_norm(block.norm1)
         and _is_norm(block.norm2)
         and all(isinstance(module, nn.Identity) for module in identities)
         and getattr(attn, "gate", None) is None
-        and isinstance(mlp.fc1, nn.Linear)
-        and isinstance(mlp.act, nn.GELU)
-        and mlp.act.approximate == "none"
     )
 
 
@@ -167,22 +184,33 @@ def _begin(model: Classifier, block: Any, x: Tensor, views: Views, keep: torch.d
 
 
 def _block(
-    block: Any, following: Any, h: Tensor, x: Tensor, keep: torch.dtype | None, float8: Float8Weights | None
+    block: Any,
+    following: Any,
+    h: Tensor,
+    x: Tensor,
+    keep: torch.dtype | None,
+    float8: Float8Weights | None,
+    pool: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the following block's normed tokens, its tokens and its tap (N, d), from this block's normed tokens and
     tokens."""
-    return _norm(following.norm1, _through(block, h, x, keep, float8), keep)
+    return _norm(following.norm1, _through(block, h, x, keep, float8), keep, True, pool)
 
 
 def _whole(
-    block: Any, x: Tensor, keep: torch.dtype | None, float8: Float8Weights | None, unseen: bool = False
+    block: Any,
+    x: Tensor,
+    keep: torch.dtype | None,
+    float8: Float8Weights | None,
+    pool: int | None,
+    unseen: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the following block's tokens and this block's tap, from this block's tokens.
 
     Args:
         unseen: whether only the gradients are needed: then the values of the tokens are not computed to the end.
     """
-    h, x, tap = _norm(block.norm1, x, keep)
+    h, x, tap = _norm(block.norm1, x, keep, True, pool)
     return _through(block, h, x, keep, float8, unseen), tap
 
 
@@ -198,9 +226,31 @@ def _through(
 
 
 def _end(
-    net: Any, block: Any, h: Tensor, x: Tensor, classes: Tensor | None, keep: torch.dtype | None
+    net: Any, block: Any, h: Tensor, x: Tensor, classes: Tensor | None, keep: torch.dtype | None, pool: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the logits (N, C) and the final norm's tap (N, d), from the last block, for only the class token."""
+    """Return the logits (N, C) and the final norm's tap (N, d), from the last block's normed tokens and tokens."""
+    if pool is None:
+        h, _, tap = _norm(net.norm, _class_token(block, h, x, keep), keep)
+        read = h[:, 0]
+    else:
+        tap = _averaged(net, _through(block, h, x, keep, None), keep, pool)
+        read = tap.to(x.dtype)
+    logits = net.head(read).float()
+    return logits if classes is None else logits[:, classes], tap
+
+
+def _averaged(net: Any, x: Tensor, keep: torch.dtype | None, pool: int) -> Tensor:
+    """Return what the head reads of the last tokens, (N, d): their mean after the norm, or the norm of their mean."""
+    if isinstance(net.fc_norm, nn.Identity):
+        _, _, tap = _norm(net.norm, x, keep, True, pool)
+        return tap
+    layer = net.fc_norm
+    mean = x[:, pool:].mean(1, dtype=torch.float32)
+    return F.layer_norm(mean, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
+
+
+def _class_token(block: Any, h: Tensor, x: Tensor, keep: torch.dtype | None) -> Tensor:
+    """Return only the class token (N, 1, d) after the last block."""
     attn = block.attn
     n, length, _ = x.shape
     weight = attn.qkv.weight
@@ -210,10 +260,7 @@ def _end(
     kv = F.linear(h, weight[size:], None if bias is None else bias[size:])
     k, v = kv.view(n, length, 2, attn.num_heads, -1).unbind(2)
     a = _attention_of_one(q.view(n, 1, attn.num_heads, -1), k, v).to(x.dtype).view(n, 1, -1)
-    x = _mlp(block, x[:, :1] + block.ls1(attn.proj(a)), keep)
-    h, _, tap = _norm(net.norm, x, keep)
-    logits = net.head(h[:, 0]).float()
-    return logits if classes is None else logits[:, classes], tap
+    return _mlp(block, x[:, :1] + block.ls1(attn.proj(a)), keep)
 
 
 def _attention_of_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -236,32 +283,31 @@ def _mlp(
 # --- what is kept for the backward pass
 
 
-def _norm(layer: Any, x: Tensor, keep: torch.dtype | None, tapped: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Return LayerNorm(x), computed in float32 and rounded to x's dtype; x; and the first token of LayerNorm(x),
-    not rounded.
+def _norm(
+    layer: Any, x: Tensor, keep: torch.dtype | None, tapped: bool = True, pool: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return LayerNorm(x), computed in float32 and rounded to x's dtype; x; and the tap (N, d), not rounded.
 
     Args:
-        tapped: whether that first token is used.
+        tapped: whether the tap is used.
+        pool: the tap is the mean of LayerNorm(x) over all tokens after so many; None: it is that of the first token.
     """
     if not torch.is_grad_enabled():
-        _, _, h, tap = _normed(x, layer.weight, layer.bias, layer.eps)
-        return h, x, tap
+        normed = _normed(x, layer.weight, layer.bias, layer.eps, None, pool)
+        return normed.y, x, normed.first
     if keep is None:
         h = F.layer_norm(x.float(), layer.normalized_shape, layer.weight, layer.bias, layer.eps)
-        return h.to(x.dtype), x, h[:, 0]
-    return _Norm.apply(x, layer.weight, layer.bias, layer.eps, keep, tapped)
+        return h.to(x.dtype), x, h[:, 0] if pool is None else h[:, pool:].mean(1)
+    return _Norm.apply(x, layer.weight, layer.bias, layer.eps, keep, tapped, pool)
 
 
-def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the normalised x; 1 / std of its rows; LayerNorm(x) in x's dtype; and its first token in float32.
-
-    The first token is computed separately. If it were a slice of the whole, a compiler would write it all in float32.
-    """
-    mean = x.float().mean(-1, keepdim=True)
-    scale = ((x.float() - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
-    z = (x.float() - mean) * scale
-    tap = (x[:, 0].float() - mean[:, 0]) * scale[:, 0] * weight + bias
-    return z, scale, (z * weight + bias).to(x.dtype), tap
+def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dtype | None, pool: int | None) -> Normed:
+    """Return LayerNorm(x), what its backward pass needs, and in the place of the first token the tap of `pool`."""
+    forward = norm_forward if has_norm_kernel(x) else plain_norm_forward
+    normed = forward(x, weight, bias, eps, keep)
+    if pool is None:
+        return normed
+    return normed._replace(first=normed.y[:, pool:].mean(1, dtype=torch.float32))
 
 
 class _Norm(torch.autograd.Function):
@@ -271,18 +317,38 @@ class _Norm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dtype, tapped: bool) -> Any:
-        z, scale, h, tap = _normed(x, weight, bias, eps)
-        ctx.save_for_backward(z.to(keep), scale, weight)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        keep: torch.dtype,
+        tapped: bool,
+        pool: int | None,
+    ) -> Any:
+        normed = _normed(x, weight, bias, eps, keep, pool)
+        ctx.save_for_backward(normed.z, normed.scale, weight)
         ctx.tapped = tapped
-        return h, x.view_as(x), tap
+        ctx.pool = pool
+        return normed.y, x.view_as(x), normed.first
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         z, scale, weight = ctx.saved_tensors
         grad, through, tap = grads
-        found = norm_backward(grad, z, scale, weight, through, tap if ctx.tapped else None)
-        return *found, None, None, None
+        first = tap if ctx.tapped and ctx.pool is None else None
+        if ctx.tapped and ctx.pool is not None:
+            grad = _spread(grad, tap, ctx.pool)
+        found = norm_backward(grad, z, scale, weight, through, first)
+        return *found, None, None, None, None
+
+
+def _spread(grad: Tensor, tap: Tensor, pool: int) -> Tensor:
+    """Return the gradient of tokens (N, L, d) in float32, with that of the mean (N, d) over those after `pool`."""
+    share = tap.unsqueeze(1) / (grad.shape[1] - pool)
+    own = grad.float()
+    return torch.cat([own[:, :pool], own[:, pool:] + share], 1)
 
 
 class _QKV(torch.autograd.Function):
@@ -306,14 +372,12 @@ class _Recomputed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, how: How, block: Any, keep: torch.dtype | None, float8: Float8Weights | None, *_: Tensor
-    ) -> Any:
+    def forward(ctx: Any, x: Tensor, how: How, block: Any, given: tuple[Any, ...], *_: Tensor) -> Any:
         ctx.save_for_backward(x)
         ctx.how = how
         ctx.block = block
-        ctx.given = (keep, float8)
-        return _joined([how(_whole)(block, part, keep, float8) for part in x.split(RECOMPUTED_IMAGES)])
+        ctx.given = given
+        return _joined([how(_whole)(block, part, *given) for part in x.split(RECOMPUTED_IMAGES)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -331,7 +395,7 @@ class _Recomputed(torch.autograd.Function):
             found.append(others)
         sums = (sum(each[1:], each[0]) for each in zip(*found, strict=True))
         [whole] = _joined([(t,) for t in dx])
-        return whole, None, None, None, None, *(next(sums) if p.requires_grad else None for p in norms)
+        return whole, None, None, None, *(next(sums) if p.requires_grad else None for p in norms)
 
 
 def _joined(parts: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

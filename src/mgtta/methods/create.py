@@ -135,7 +135,7 @@ def _set_engine(method: Method, precision: str, low_memory: bool) -> None:
     if precision in ("bf16", "fp8") and not on_gpu:
         check_bfloat16()
     if precision in ("bf16", "fp8") or (precision == "auto" and on_gpu):
-        from mgtta.fast.engine import engine_for  # compilers and kernels, only for those who ask
+        from mgtta.fast.choice import engine_for  # compilers and kernels, only for those who ask
 
         method.engine = engine_for(method, precision, low_memory) or method.engine
     if low_memory and method.engine.precision == "fp32":

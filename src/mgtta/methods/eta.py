@@ -48,6 +48,7 @@ class ETA(ObjectiveMethod):
     authors' values, and by a power law for other numbers.
     """
 
+    reads_features = False
     probs: Tensor
 
     def __init__(

@@ -109,11 +109,15 @@ class MGTTAPlus(MGTTA):
         source = self.source = self.source.to(logits)
         return objective(logits, features, source.mean, source.std, self.trade_off, self.ranks, weight)
 
-    def answer(self, seen: Pass) -> Tensor:
+    def answer(self, seen: Pass, observe: bool) -> Tensor:
         """Return the logits with the features' shift taken back."""
         if not self.recentre:
             return seen.logits
-        means = self.neighbours.means(*self._looks(seen), self._mu, self.ranks)
+        keys, values = self._looks(seen)
+        known = self.neighbours.joined(keys, values, self.ranks)
+        means = self.neighbours.means(keys, known, self._mu)
+        if observe:
+            self.neighbours.remember(known)
         return seen.logits + self._shift(means).to(seen.logits)
 
     def _shift(self, mean: Tensor, every_class: bool = False) -> Tensor:
@@ -134,10 +138,6 @@ class MGTTAPlus(MGTTA):
         shift = self._shift(self.neighbours.mean(self._mu), every_class=True)
         own = self.adapted
         return export_net(self.model, own, statistics=self.statistics, head_shift=shift, head_layer=self._layer)
-
-    def observe(self, seen: Pass) -> None:
-        if self.recentre:
-            self.neighbours.remember(*self._looks(seen), self.ranks)
 
     def _looks(self, seen: Pass) -> tuple[Tensor, Tensor]:
         """Return how each image looks, and what the head reads of it: (n, K) and (n, d), means over its views."""

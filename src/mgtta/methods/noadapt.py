@@ -7,3 +7,5 @@ from mgtta.methods.registry import register
 @register("noadapt", mgtta={})
 class NoAdapt(ObjectiveMethod):
     """The source model as it is."""
+
+    reads_features = False

@@ -63,7 +63,7 @@ class ROID(Method):
         self.register_buffer("probs", torch.empty(0))  # p_bar; uniform until there is one
         self.random = torch.Generator().manual_seed(seed)
 
-    def answer(self, seen: Pass) -> Tensor:
+    def answer(self, seen: Pass, observe: bool) -> Tensor:
         return prior_corrected(seen.logits)
 
     def loss(self, x: Tensor) -> tuple[Pass, Tensor]:
@@ -94,8 +94,7 @@ class ROID(Method):
 
     @torch.no_grad()
     def learned(self, seen: Pass) -> None:
-        for p, p_0 in zip(self.adapted.values(), self.origin, strict=True):  # weight ensembling
-            p.copy_(self.source_ema * p + (1 - self.source_ema) * p_0)
+        torch._foreach_lerp_(list(self.adapted.values()), list(self.origin), 1 - self.source_ema)  # weight ensembling
         probs = seen.logits.softmax(-1)
         self.probs = self.probs_ema * self._average(probs) + (1 - self.probs_ema) * probs.mean(0)
 

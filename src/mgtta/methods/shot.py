@@ -36,6 +36,8 @@ class SHOT(ObjectiveMethod):
     The norm layers adapt. Without the paper's pseudo-labels.
     """
 
+    reads_features = False
+
     def __init__(self, model: Classifier, optimizer: OptimizerFactory):
         super().__init__(model)
         self.learns(norm_parameters, optimizer)

@@ -30,6 +30,8 @@ PAPER = Paper("Tent: Fully Test-Time Adaptation by Entropy Minimization", "2006.
 class Tent(ObjectiveMethod):
     """Entropy minimisation (Wang et al., ICLR 2021)."""
 
+    reads_features = False
+
     def __init__(self, model: Classifier, optimizer: OptimizerFactory):
         super().__init__(model)
         self.learns(norm_parameters, optimizer)

@@ -6,6 +6,7 @@ Shapes: N images, L tokens or places, d features.
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -46,11 +47,12 @@ class Tap:
         elif t.ndim == 3 and t.shape[0] % n and t.shape[1] == n:
             t = t.transpose(0, 1)  # (L, N, d) -> (N, L, d)
         t = t.reshape(n, -1, t.shape[-1])  # (N, L, d)
+        dtype = torch.promote_types(t.dtype, torch.float32)
         if self.class_token:
-            return t[:, 0]
+            return t[:, 0].to(dtype)
         if t.shape[1] > self.prefix_tokens:
             t = t[:, self.prefix_tokens :]
-        return t.mean(1)
+        return t.mean(1, dtype=dtype)
 
 
 class TapReader:

@@ -1,7 +1,8 @@
-"""Hooks that this library puts into a user's network, and how to remove them again."""
+"""Hooks and forward functions that this library puts into a user's network, and how to remove them again."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -19,9 +20,17 @@ def has_hook(module: nn.Module, function: Callable) -> bool:
     return any(hook is function for hook in module._forward_pre_hooks.values())
 
 
+def set_forward(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Let a module run `function(module, *inputs)` instead of its own forward function."""
+    module.forward = own_hook(partial(function, module))
+
+
 def remove_own_hooks(net: nn.Module) -> None:
-    """Remove the library's own hooks from all modules; the user's hooks stay."""
+    """Remove the library's own hooks and forward functions from all modules; the user's stay."""
     _remove(net, lambda hook: getattr(hook, "is_mgtta_hook", False))
+    for module in net.modules():
+        if getattr(vars(module).get("forward"), "is_mgtta_hook", False):
+            del module.forward
 
 
 def remove_hook(net: nn.Module, function: Callable) -> None:

@@ -3,9 +3,10 @@
 Shapes: N images, C channels.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from mgtta.models.norms import batch_norms
 
 MOMENTUM = 0.1  # share of a batch of MOMENTUM_IMAGES in the stream's statistics
 MOMENTUM_IMAGES = 64
+
+BatchMoments = tuple[Tensor, Tensor]  # mean and variance (C,)
 
 
 def use_batch_statistics(net: nn.Module) -> None:
@@ -36,10 +39,10 @@ def use_running_statistics(net: nn.Module) -> None:
 @own_hook
 def _batch_statistics_where_defined(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     """Take the running statistics where a batch has only one value per channel, which has no variance."""
-    layer.training = _has_variance(inputs[0]) or getattr(layer, "running_mean", None) is None
+    layer.training = has_variance(inputs[0]) or getattr(layer, "running_mean", None) is None
 
 
-def _has_variance(x: Tensor) -> bool:
+def has_variance(x: Tensor) -> bool:
     """Return whether x (N, C, ...) has more than one value per channel."""
     return x.numel() > x.shape[1]
 
@@ -68,6 +71,7 @@ class StreamStatistics(nn.Module):
                 self.layers.append(name)
         device = next(net.parameters()).device
         self.register_buffer("images", torch.zeros(len(self.layers), device=device))
+        self._made_places: dict[Any, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
     def collect(self, net: nn.Module) -> Iterator[None]:
@@ -95,24 +99,60 @@ class StreamStatistics(nn.Module):
     @torch.no_grad()
     def update(self, i: int, x: Tensor) -> None:
         """Take one batch x (N, C, ...) into the statistics of layer i; one that is not finite changes nothing."""
-        if not _has_variance(x):
+        if not has_variance(x):
             return
+        axes = [axis for axis in range(x.ndim) if axis != 1]
+        dtype = self.get_buffer(f"mean_{i}").dtype
+        batch_var, batch_mean = torch.var_mean(x.detach().to(dtype), axes, correction=0)
+        self.follow(i, batch_mean, batch_var, len(x))
+
+    @torch.no_grad()
+    def follow(self, i: int, batch_mean: Tensor, batch_var: Tensor, n: int) -> None:
+        """Take mean and variance (C,) of a batch of n images into the statistics of layer i."""
         mean = self.get_buffer(f"mean_{i}")  # (C,)
         var = self.get_buffer(f"var_{i}")  # (C,)
-        axes = [axis for axis in range(x.ndim) if axis != 1]
-        batch_var, batch_mean = torch.var_mean(x.detach().to(mean.dtype), axes, correction=0)
-
-        n = len(x)
-        lowest_rate = 1 - (1 - MOMENTUM) ** (n / MOMENTUM_IMAGES)
-        rate = (n / (self.images[i] + n)).clamp(min=lowest_rate).to(mean.dtype)
-        new_mean = torch.lerp(mean, batch_mean, rate)
-        between = rate * (1 - rate) * (batch_mean - mean).square()  # variance of the batches' means
-        new_var = torch.lerp(var, batch_var, rate) + between
-
+        new_mean, new_var = _followed((mean, var), (batch_mean, batch_var), self.images[i], n)
         finite = new_mean.isfinite().all() & new_var.isfinite().all()
         mean.copy_(torch.where(finite, new_mean, mean))
         var.copy_(torch.where(finite, new_var, var))
         self.images[i] += n * finite
+
+    @torch.no_grad()
+    def follow_all(self, found: Mapping[int, BatchMoments], n: int) -> None:
+        """Take mean and variance of a batch of n images into the statistics of several layers, by few operations.
+
+        Args:
+            found: number of the layer -> mean and variance (C_i,) of the batch.
+        """
+        layers = sorted(found)
+        means = [self.get_buffer(f"mean_{i}") for i in layers]
+        vars_ = [self.get_buffer(f"var_{i}") for i in layers]
+        sizes = [len(mean) for mean in means]
+        chosen, place = self.places(layers)
+        images = self.images[chosen]
+        new_mean, new_var = _followed(
+            (torch.cat(means), torch.cat(vars_)),
+            (torch.cat([found[i][0] for i in layers]), torch.cat([found[i][1] for i in layers])),
+            images[place],
+            n,
+        )
+        bad = ~(new_mean.isfinite() & new_var.isfinite())
+        good = images.new_zeros(len(layers)).index_add_(0, place, bad.to(images)) == 0
+        torch._foreach_copy_(means, torch.where(good[place], new_mean, torch.cat(means)).split(sizes))
+        torch._foreach_copy_(vars_, torch.where(good[place], new_var, torch.cat(vars_)).split(sizes))
+        self.images.index_add_(0, chosen, n * good.to(images))
+
+    def places(self, layers: list[int]) -> tuple[Tensor, Tensor]:
+        """Return the numbers of layers, and for each of their channels the place of its layer among them.
+
+        They are made once, before anything is compiled or captured: a CUDA graph cannot copy them from the CPU.
+        """
+        key = (tuple(layers), self.images.device)
+        if key not in self._made_places:
+            place = [k for k, i in enumerate(layers) for _ in range(len(self.get_buffer(f"mean_{i}")))]
+            made = (torch.tensor(layers), torch.tensor(place))
+            self._made_places[key] = (made[0].to(key[1]), made[1].to(key[1]))
+        return self._made_places[key]
 
     @torch.no_grad()
     def write_to(self, net: nn.Module) -> None:
@@ -121,3 +161,18 @@ class StreamStatistics(nn.Module):
             layer = net.get_submodule(name)
             layer.get_buffer("running_mean").copy_(self.get_buffer(f"mean_{i}"))
             layer.get_buffer("running_var").copy_(self.get_buffer(f"var_{i}"))
+
+
+def _followed(moments: BatchMoments, batch: BatchMoments, images: Tensor, n: int) -> BatchMoments:
+    """Return the mean and variance of a stream after a batch of n images.
+
+    Args:
+        moments, batch: mean and variance (C,) of the stream before, and of the batch.
+        images: that the stream had before, () or (C,).
+    """
+    mean, var = moments
+    batch_mean, batch_var = batch
+    lowest_rate = 1 - (1 - MOMENTUM) ** (n / MOMENTUM_IMAGES)
+    rate = (n / (images + n)).clamp(min=lowest_rate).to(mean.dtype)
+    between = rate * (1 - rate) * (batch_mean - mean).square()  # variance of the batches' means
+    return torch.lerp(mean, batch_mean, rate), torch.lerp(var, batch_var, rate) + between
