@@ -65,3 +65,22 @@ def test_processes_time_tasks_here_and_give_fresh_processes():
     assert timed == (here, 1, 1)
     assert fresh[0] not in (here, first[0])
     assert fresh[1:] == (0, 1)
+
+
+def test_tasks_may_be_added_while_results_are_read():
+    tasks = [1]
+    found = []
+    for task, result in spread(tasks, _strange, 2):
+        found.append((task, result))
+        if task == 1:
+            tasks += [4, 5]
+    assert sorted(found) == [(1, 2), (4, 8), (5, 10)]
+    assert not tasks
+    tasks = [1]
+    found = []
+    with Here() as executor:
+        for task, _ in executor.run(tasks, _telling):
+            found.append(task)
+            if task < 3:
+                tasks.append(task + 1)
+    assert found == [1, 2, 3]

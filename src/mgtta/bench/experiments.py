@@ -10,7 +10,7 @@ from typing import Any
 
 from mgtta._lib.errors import unknown
 from mgtta._lib.shipped import shipped
-from mgtta.bench.cells import Cell, Options, Setup, Training
+from mgtta.bench.cells import SWEEP, Cell, Options, Setup, Training
 from mgtta.bench.needs import rate_at, registered_name, takes_trade_off
 from mgtta.bench.streams import streams
 from mgtta.bench.sweep import rates
@@ -165,7 +165,21 @@ def experiment_cells(name: str, options: Options) -> list[Cell]:
     for corruption in options.corruptions:
         if corruption not in (*CORRUPTIONS, *VALIDATION_CORRUPTIONS):
             raise unknown("corruption", corruption, (*CORRUPTIONS, *VALIDATION_CORRUPTIONS))
-    return EXPERIMENTS[name](dataclasses.replace(options, methods=methods))
+    limits = [(_limited(named), images) for named, images in options.limits]
+    o = dataclasses.replace(options, methods=methods, limits=limits)
+    return [_within_limits(cell, o) for cell in EXPERIMENTS[name](o)]
+
+
+def _limited(name: str) -> str:
+    """Return the name of an experiment, a method or the sweep, whose images are limited."""
+    if name in EXPERIMENTS or name == SWEEP:
+        return name
+    return registered_name(name)
+
+
+def _within_limits(cell: Cell, o: Options) -> Cell:
+    limits = (cell.limit, o.limit(cell.experiment, cell.method))
+    return dataclasses.replace(cell, limit=min(filter(None, limits), default=None))
 
 
 def variant(text: str) -> tuple[str, str]:

@@ -41,7 +41,7 @@ from mgtta.evaluation.record import Record
 from mgtta.learned.files import save_generator
 from mgtta.methods.create import create
 from mgtta.models.classifier import Classifier
-from mgtta.models.fisher import Fisher, fisher_information
+from mgtta.models.fisher import Fisher, fisher_information, load_fisher, save_fisher
 from mgtta.models.loading import load_model
 from mgtta.models.source import SourceStatistics, load_source, source_statistics
 from mgtta.training.meta import meta_train, shifted_images
@@ -58,6 +58,9 @@ class Listener:
     """Is told what happens, as it happens. This one does nothing with it."""
 
     def start(self, title: str, cells: int, finished: int) -> None: ...
+
+    def grow(self, cells: int) -> None:
+        """Hear that there are now so many cells in all."""
 
     def note(self, text: str) -> None: ...
 
@@ -178,7 +181,20 @@ class Lab:
 
     @cached_property
     def fisher(self) -> Fisher:
-        """The Fisher information, from clean validation images."""
+        """The Fisher information, from clean validation images; with a cache, one process takes it for all."""
+        if self.setup.cache is None:
+            return self._take_fisher()
+        validation = self._path("validation", None)
+        images = None if validation is None else stamp(validation)
+        how = [FISHER_IMAGES, _device_name(self.setup.device), self.setup.tf32, torch.__version__, __version__]
+        name = digest([self.setup.model, self.fingerprint, self.setup.images, images, how])
+        path = Path(self.setup.cache) / f"fisher-{name}.safetensors"
+        with locked(path.with_suffix(".lock")):
+            if not path.exists():
+                save_fisher(self._take_fisher(), path)
+        return load_fisher(path)
+
+    def _take_fisher(self) -> Fisher:
         return fisher_information(self.model(), stream(self._clean, first=FISHER_IMAGES, device=self.setup.device))
 
     def trained(self, training: Training) -> Path:
@@ -340,6 +356,11 @@ class Lab:
             held = self._sets.setdefault((images, corruption, severity), Held(domain.dataset, self.room))
             domain = dataclasses.replace(domain, dataset=held)
         return dataclasses.replace(domain, name=name)
+
+    def draw(self, cell: Cell) -> None:
+        """Corrupt the images that a cell sees, for the cache."""
+        for domain in self._domains(cell, self.images(cell.split, cell.data)):
+            self._stored(domain, cell)
 
     def _stored(self, domain: Domain, cell: Cell) -> Domain:
         """Return the domain with its corrupted images from the cache, if there is one."""

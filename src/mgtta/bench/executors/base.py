@@ -31,8 +31,10 @@ class Executor(Protocol):
     def about(self) -> str:
         """Return a description of the place; empty for this machine."""
 
-    def run(self, tasks: Sequence[Any], start: Start, kin: Kin = no_kin) -> Iterator[tuple[Any, Any]]:
+    def run(self, tasks: list[Any], start: Start, kin: Kin = no_kin) -> Iterator[tuple[Any, Any]]:
         """Run tasks side by side, as many as there is room for.
+
+        Tasks are taken out of the list, from its beginning; who reads the results may add others meanwhile.
 
         kin: tasks of the same kin share data; a process that has run one takes the others, where it can.
         """

@@ -23,8 +23,9 @@ class Here:
     def about(self) -> str:
         return ""
 
-    def run(self, tasks: Sequence[Any], start: Start, kin: Kin = no_kin) -> Iterator[tuple[Any, Any]]:
-        return self.run_in_turn(tasks, start)
+    def run(self, tasks: list[Any], start: Start, kin: Kin = no_kin) -> Iterator[tuple[Any, Any]]:
+        while tasks:
+            yield from self.run_in_turn([tasks.pop(0)], start)
 
     def run_in_turn(self, tasks: Sequence[Any], start: Start) -> Iterator[tuple[Any, Any]]:
         for task in tasks:

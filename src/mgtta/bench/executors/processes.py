@@ -1,6 +1,6 @@
 """Tasks in worker processes of this machine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,5 +16,5 @@ class Processes(Here):
         super().__init__()
         self.workers = workers
 
-    def run(self, tasks: Sequence[Any], start: Start, kin: Kin = no_kin) -> Iterator[tuple[Any, Any]]:
+    def run(self, tasks: list[Any], start: Start, kin: Kin = no_kin) -> Iterator[tuple[Any, Any]]:
         return spread(tasks, partial(begin, start, self.workers, 1), self.workers, kin)
