@@ -196,6 +196,22 @@ def test_cells_that_share_a_stream_run_one_after_another(tmp_path, counted):
     assert counted == FEW
 
 
+def test_a_method_that_was_run_before_is_reset_and_not_made_again(tmp_path, monkeypatch):
+    made = []
+    create = lab.create
+    monkeypatch.setattr(lab, "create", lambda name, *a, **k: (made.append(name), create(name, *a, **k))[1])
+    methods = ["tent", "roid", "t3a", "mgtta_plus"]
+    corrupted = [Cell("corruptions", m, (c,), batch_size=3) for m in methods for c in ("contrast", "fog")]
+    long = [Cell("continual", "roid", ("contrast", "fog"), batch_size=3, reset="never", seed=seed) for seed in (0, 1)]
+    cells = sorted([*corrupted, *long], key=lambda cell: cell.method)
+    setup = dataclasses.replace(SMALL, cache=str(tmp_path / "cache"))
+    together = Lab(setup, tmp_path)
+    found = [record for cell in cells for record in together.run(cell)]
+    assert made == sorted(methods)
+    each = [record for cell in cells for record in Lab(setup, tmp_path).run(cell)]
+    assert without_timing(found) == without_timing(each)
+
+
 def test_budgets_and_the_accuracy_of_what_remains(tmp_path):
     cells = [
         Cell("convergence", "eq7_sgd", ("fog",), batch_size=2, max_updates=1),

@@ -105,6 +105,7 @@ class Lab:
         self._sets: dict[Any, Any] = {}
         self._kept_stream: Any = None  # a cell's `stream`
         self._kept_batches: list[Any] = []
+        self._kept_method: tuple[Any, Adapting] | None = None  # how it was made, and the method
         self._seen: dict[Any, dict[str, str]] = {}
         self.fingerprint = self.model().fingerprint()
 
@@ -263,7 +264,7 @@ class Lab:
                 f"the images of {which} have no labels, so there is no accuracy: name others, in class folders; "
                 "`mgtta adapt` predicts without labels"
             )
-        method = self._method(cell, images)
+        method = self._fresh_method(cell, images)
         if cell.timed:  # the first batch pays for what is set up once; the reset removes its trace
             method.warm_up(next(iter(batches)).x)
             method(next(iter(batches)).x)
@@ -274,6 +275,8 @@ class Lab:
         timing = cell.timed or self.setup.profile
         with optimizer_apart(method.optimizer):
             records = evaluate(method, batches, cell.reset, on_batch=on_batch, timing=timing)
+        if not cell.timed:
+            self._kept_method = (self._made_as(cell, images), method)
         return [self._described(cell, record, method.precision) for record in records]
 
     def _on_batch(self, cell: Cell, batches: int) -> OnBatch:
@@ -285,6 +288,19 @@ class Lab:
             self.watch.batch(cell, record, done / batches)
 
         return on_batch
+
+    def _fresh_method(self, cell: Cell, images: Any) -> Adapting:
+        """Return the cell's method, as new; if it is the last one, that after a reset, which keeps its CUDA graphs."""
+        kept = self._kept_method
+        self._kept_method = None  # until the cell is finished
+        if kept is None or cell.timed or kept[0] != self._made_as(cell, images):
+            return self._method(cell, images)
+        kept[1].reset()
+        return kept[1]
+
+    def _made_as(self, cell: Cell, images: Any) -> Any:
+        """Return the same for cells that have the same method."""
+        return (cell.method, cell.settings, cell.training, cell.max_updates, id(self.model(images)))
 
     def _method(self, cell: Cell, images: Any) -> Adapting:
         settings = dict(cell.settings)

@@ -15,7 +15,7 @@ from mgtta._lib.profile import PARTS
 from mgtta._lib.ranks import ranks_of
 from mgtta.bench.agenda import Agenda, Drawing, Task
 from mgtta.bench.cells import STILL, SWEEP, Cell, Options, Setup, Training, digest
-from mgtta.bench.executors.base import Executor, Kin, WorkerError, message, no_kin
+from mgtta.bench.executors.base import Executor, Kin, WorkerError, message
 from mgtta.bench.executors.here import Here
 from mgtta.bench.executors.processes import Processes
 from mgtta.bench.executors.ray import OnRay
@@ -245,10 +245,10 @@ def _run(agenda: Agenda, start: _Start, executor: Executor) -> None:
 
 
 def _kin(setup: Setup) -> Kin:
-    """Return what tells tasks that read the same data; with a cache, all read it from there."""
-    if setup.cache is not None:
-        return no_kin
-    return lambda task: task.stream if isinstance(task, Cell) else task
+    """Return what tells tasks that share what a process holds: the images, or with a cache of these the method."""
+    if setup.cache is None:
+        return lambda task: task.stream if isinstance(task, Cell) else task
+    return lambda task: (task.method, task.settings) if isinstance(task, Cell) else None
 
 
 def _check_needs(cells: Sequence[Cell], setup: Setup) -> None:
