@@ -783,6 +783,16 @@ def test_workers_train_the_generators_side_by_side_before_anyone_waits_for_one(t
     assert [r["protocol"]["hidden_size"] for r in records] == [2, 4, 2, 4]
 
 
+def test_methods_with_fewer_images_have_noadapt_beside_them():
+    limits = [("memo", 4), ("small-batch", 2)]
+    options = Options(["noadapt", "tent", "memo"], corruptions=("fog",), limits=limits)
+    found = [(cell.method, cell.limit) for cell in experiment_cells("corruptions", options)]
+    assert found == [("noadapt", None), ("tent", None), ("memo", 4), ("noadapt", 4)]
+    assert {cell.limit for cell in experiment_cells("small-batch", options)} == {2}
+    with pytest.raises(ValueError, match="unknown recipe 'memmo'"):
+        experiment_cells("corruptions", dataclasses.replace(options, limits=[("memmo", 4)]))
+
+
 def test_the_corruptions_are_the_users():
     options = Options(["tent"], corruptions=("fog", "snow"))
     assert [c.domains for c in experiment_cells("corruptions", options)] == [("fog",), ("snow",)]

@@ -74,6 +74,8 @@ def test_what_cannot_be_compared_is_kept_apart():
     ]
     assert [s.repeated for s in found] == [0, 6, 0]
     assert "6 records that repeat" in notes(found[1])
+    text = markdown([*plain, *more_images])
+    assert all(text.count(f"{images} images per domain") == 1 for images in ("1,280", "512"))
 
 
 def test_rows_are_told_apart_by_what_differs_and_by_nothing_else():

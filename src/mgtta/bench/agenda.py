@@ -90,12 +90,13 @@ class Agenda:
 
     def settle(self) -> None:
         """Finish the cells whose work is done already, and let plans go on that have all they asked for."""
-        ready = True
-        while ready:
+        while True:
             while self._at_hand:
                 cell = self._at_hand.pop(0)
                 self._records[cell] = self._finish(cell, self.works[cell], self.known[self.works[cell]], False)
             ready = [running for running in self._plans if running.asked and not running.missing]
+            if not ready:
+                return
             for running in ready:
                 self._go_on(running, [record for cell in running.asked for record in self._records[cell]])
 

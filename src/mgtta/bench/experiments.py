@@ -10,7 +10,7 @@ from typing import Any
 
 from mgtta._lib.errors import unknown
 from mgtta._lib.shipped import shipped
-from mgtta.bench.cells import SWEEP, Cell, Options, Setup, Training
+from mgtta.bench.cells import STILL, SWEEP, Cell, Options, Setup, Training
 from mgtta.bench.needs import rate_at, registered_name, takes_trade_off
 from mgtta.bench.streams import streams
 from mgtta.bench.sweep import rates
@@ -167,7 +167,19 @@ def experiment_cells(name: str, options: Options) -> list[Cell]:
             raise unknown("corruption", corruption, (*CORRUPTIONS, *VALIDATION_CORRUPTIONS))
     limits = [(_limited(named), images) for named, images in options.limits]
     o = dataclasses.replace(options, methods=methods, limits=limits)
-    return [_within_limits(cell, o) for cell in EXPERIMENTS[name](o)]
+    cells = [_within_limits(cell, o) for cell in EXPERIMENTS[name](o)]
+    return list(dict.fromkeys([*cells, *_still_beside(cells)]))
+
+
+def _still_beside(cells: Sequence[Cell]) -> list[Cell]:
+    """Return cells of the methods that never learn, on as few images as methods that have fewer than these."""
+    still = {cell.method: cell.limit for cell in cells if cell.method in STILL}
+    return [
+        dataclasses.replace(cell, method=method, settings=(), training=None)
+        for method, limit in still.items()
+        for cell in cells
+        if cell.limit != limit and cell.kind is None
+    ]
 
 
 def _limited(name: str) -> str:

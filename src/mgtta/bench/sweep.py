@@ -68,7 +68,9 @@ def tuning(cells: list[Cell], limit: int | None = None) -> Plan:
     limit = min(filter(None, (contender.limit, limit)), default=None)
     contender = contender._replace(limit=limit)
     given = {dict(cell.settings).get("lr") for cell in cells}
-    grid = rates(contender.method, centre=min(given)) if len(given) == 1 else []
+    if len(given) > 1:
+        return cells
+    grid = rates(contender.method, centre=given.pop())
     if not grid:
         return cells
     tried = yield from _tried(contender, "lr", grid)
