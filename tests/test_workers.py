@@ -1,4 +1,7 @@
+import importlib
 import os
+import time
+from pathlib import Path
 
 import pytest
 
@@ -84,3 +87,32 @@ def test_tasks_may_be_added_while_results_are_read():
             if task < 3:
                 tasks.append(task + 1)
     assert found == [1, 2, 3]
+
+
+def _sleeper():
+    return time.sleep
+
+
+def test_time_that_is_over_ends_the_processes():
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="1 seconds are over"):
+        list(spread([600], _sleeper, 1, seconds=1))
+    assert time.monotonic() - began < 60
+
+
+def _begin(known):
+    global _known
+    _known = known
+
+
+def _add(job):
+    if job == 0:
+        raise ValueError("nothing to add")
+    return _known + job
+
+
+def test_benchmarks_leave_out_jobs_that_fail(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+    processes = importlib.import_module("processes")
+    assert sorted(processes.in_processes([1, 0, 2], _add, _begin, (10,), workers=1, seconds=60)) == [(1, 11), (2, 12)]
+    assert "0 failed: ValueError('nothing to add')" in capsys.readouterr().out

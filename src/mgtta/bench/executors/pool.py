@@ -1,7 +1,9 @@
 """A pool of processes: each result as it comes, and a process that dies is named."""
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
@@ -11,14 +13,18 @@ from typing import Any
 from mgtta.bench.executors.base import Kin, Work, WorkerError, message, no_kin
 
 
-def spread(tasks: list[Any], start: Callable[[], Work], workers: int, kin: Kin = no_kin) -> Iterator[tuple[Any, Any]]:
+def spread(
+    tasks: list[Any], start: Callable[[], Work], workers: int, kin: Kin = no_kin, seconds: float | None = None
+) -> Iterator[tuple[Any, Any]]:
     """Yield (task, result) for every task, as they finish; stopping early stops the workers.
 
     Args:
         tasks: they are taken out of the list, from its beginning; who reads the results may add others meanwhile.
         start: called once in each process; it returns the function that is called with each task.
         kin: a worker takes next, where it can, a task of the same kin as its last, whose data it still holds.
+        seconds: a TimeoutError is raised after so many; by default never.
     """
+    ends = math.inf if seconds is None else time.monotonic() + seconds
     processes: dict[Connection, Any] = {}
     free: dict[Connection, Any] = {}  # connection -> its last task
     busy: dict[Connection, Any] = {}  # connection -> its task
@@ -35,7 +41,9 @@ def spread(tasks: list[Any], start: Callable[[], Work], workers: int, kin: Kin =
     try:
         give()
         while busy:
-            ready = wait(list(busy))
+            ready = wait(list(busy), _seconds_until(ends))
+            if not ready:
+                raise TimeoutError(f"{seconds:.0f} seconds are over")
             for connection in [c for c in busy if c in ready]:
                 task = busy[connection]
                 result = _answer(connection, processes[connection], task)
@@ -48,6 +56,13 @@ def spread(tasks: list[Any], start: Callable[[], Work], workers: int, kin: Kin =
             connection.close()
             process.terminate()
             process.join()
+
+
+def _seconds_until(ends: float) -> float | None:
+    """Return the seconds until a moment, at least 0; None if it never comes."""
+    if ends == math.inf:
+        return None
+    return max(0.0, ends - time.monotonic())
 
 
 def _start_processes(
