@@ -78,6 +78,11 @@ def test_what_cannot_be_compared_is_kept_apart():
     assert all(text.count(f"{images} images per domain") == 1 for images in ("1,280", "512"))
 
 
+def test_a_method_at_two_sets_of_settings_has_its_rows_together():
+    [section] = sections([fake(m) for m in ("tent", "deyo@mgtta", "noadapt", "deyo")])
+    assert list(section.rows) == ["noadapt", "deyo", "deyo@mgtta", "tent"]
+
+
 def test_rows_are_told_apart_by_what_differs_and_by_nothing_else():
     records = [fake("tent", "fog"), fake("tent", "fog", settings={"lr": 0.1}), fake("mgtta", "fog", settings={"lr": 1})]
     [section] = sections(records)
