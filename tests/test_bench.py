@@ -789,6 +789,14 @@ def test_methods_with_fewer_images_have_noadapt_beside_them():
     found = [(cell.method, cell.limit) for cell in experiment_cells("corruptions", options)]
     assert found == [("noadapt", None), ("tent", None), ("memo", 4), ("noadapt", 4)]
     assert {cell.limit for cell in experiment_cells("small-batch", options)} == {2}
+    pair = dataclasses.replace(options, limits=[("small-batch/memo", 2)])
+    assert {cell.limit for cell in experiment_cells("corruptions", pair)} == {None}
+    assert {(c.method, c.limit) for c in experiment_cells("small-batch", pair) if c.limit} == {
+        ("memo", 2),
+        ("noadapt", 2),
+    }
+    with pytest.raises(ValueError, match="unknown experiment 'small'"):
+        experiment_cells("corruptions", dataclasses.replace(options, limits=[("small/memo", 4)]))
     with pytest.raises(ValueError, match="unknown recipe 'memmo'"):
         experiment_cells("corruptions", dataclasses.replace(options, limits=[("memmo", 4)]))
 

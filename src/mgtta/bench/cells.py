@@ -170,10 +170,12 @@ class Options:
     rounds: int = 10  # of `streams`
     round_images: int = 1000  # per domain and round
     single: int = 400  # images per domain that come in batches of one
-    limits: Sequence[tuple[str, int]] = ()  # a method, an experiment or SWEEP -> images per domain, if fewer
+    # a method, an experiment or SWEEP, or EXPERIMENT/METHOD -> images per domain, if fewer
+    limits: Sequence[tuple[str, int]] = ()
 
-    def limit(self, *names: str) -> int | None:
-        """Return the images per domain for what goes by these names; None for all."""
+    def limit(self, experiment: str, method: str) -> int | None:
+        """Return the images per domain of a method in an experiment, or in the sweep; None for all."""
+        names = (experiment, method, f"{experiment}/{method}")
         return min((images for name, images in self.limits if name in names), default=None)
 
     def below(self, budgets: Iterable[int]) -> list[int]:

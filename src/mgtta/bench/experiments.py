@@ -183,10 +183,13 @@ def _still_beside(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def _limited(name: str) -> str:
-    """Return the name of an experiment, a method or the sweep, whose images are limited."""
+    """Return the name of an experiment, the sweep or a method, or EXPERIMENT/METHOD, whose images are limited."""
     if name in EXPERIMENTS or name == SWEEP:
         return name
-    return registered_name(name)
+    experiment, slash, method = name.rpartition("/")
+    if slash and experiment not in (*EXPERIMENTS, SWEEP):
+        raise unknown("experiment", experiment, (*EXPERIMENTS, SWEEP))
+    return f"{experiment}{slash}{registered_name(method)}"
 
 
 def _within_limits(cell: Cell, o: Options) -> Cell:

@@ -64,7 +64,7 @@ def run_swept(
     cells = list(dict.fromkeys(cells))
     options = options or Options([])
     groups = by_contender([cell for cell in cells if cell.kind is None])
-    plans = [_wanted(tuning(own, options.limit(SWEEP))) for own in groups]
+    plans = [_wanted(tuning(own, options.limit(SWEEP, own[0].method))) for own in groups]
     for method in dict.fromkeys(cell.method for cell in cells if cell.kind is not None):
         own = [cell for cell in cells if cell.kind is not None and cell.method == method]
         groups.append(own)

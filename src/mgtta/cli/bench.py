@@ -63,7 +63,9 @@ Generator = Annotated[
 Images = Annotated[int | None, typer.Option(min=1, help="Images per domain; by default all.")]
 Limit = Annotated[
     list[str],
-    typer.Option(help="NAME=IMAGES: fewer images per domain for an experiment, a method, or `sweep`; repeatable."),
+    typer.Option(
+        help="NAME=IMAGES: fewer images per domain for an experiment, `sweep`, a method, or EXPERIMENT/METHOD."
+    ),
 ]
 Frost = Annotated[
     Path | None, typer.Option(help="Folder of images for frost, such as the published ones; by default generated.")
