@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mgtta.bench.executors.pool import spread
+from mgtta.bench.executors.tasks import Tasks
 
 
 class Failed(NamedTuple):
@@ -33,7 +34,7 @@ def in_processes(
     ends = time.monotonic() + seconds
     start = partial(_working, work, begin, setup)
     try:
-        for job, result in spread(list(jobs), start, workers, seconds=seconds):
+        for job, result in spread(Tasks(jobs), start, workers, seconds):
             if isinstance(result, Failed):
                 print(job, "failed:", result.error, flush=True)
                 continue

@@ -771,9 +771,9 @@ def test_worker_processes_give_the_same_records(tmp_path):
 def test_workers_train_the_generators_side_by_side_before_anyone_waits_for_one(tmp_path, monkeypatch):
     asked: list = []
 
-    def here(executor, tasks, start, kin):
-        asked.extend(tasks)
-        return executor.run_in_turn(tasks, start)
+    def here(executor, tasks, start):
+        asked.extend(tasks.take() for _ in range(len(tasks)))
+        return executor.run_in_turn(asked, start)
 
     monkeypatch.setattr(Processes, "run", here)
     sizes = [dataclasses.replace(TINY, hidden_size=d) for d in (2, 4)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mgtta.bench.cells import Cell, Setup, Training
+from mgtta.bench.executors.tasks import Tasks
 from mgtta.bench.needs import passes_of
 from mgtta.bench.resources import IMAGES, training_of
 from mgtta.bench.sweep import Plan
@@ -63,7 +64,7 @@ class Agenda:
 
     def __init__(self, plans: Sequence[Plan], setup: Setup, known: dict[str, Records], finish: Finish):
         self.setup = setup
-        self.tasks: list[Task] = []  # to be run side by side, in this order
+        self.tasks = Tasks(kin=self._kin, place=self._place)  # to be run side by side
         self.timed: list[Cell] = []  # to be run one at a time
         self.alone: list[Cell] = []  # each in a new process
         self.works: dict[Cell, str] = {}  # of all cells that were asked for
@@ -119,7 +120,6 @@ class Agenda:
             return
         works = {self._enter(cell) for cell in running.asked}
         running.missing = works - self.known.keys()
-        self.tasks.sort(key=self._place)
 
     def _enter(self, cell: Cell) -> str:
         """Return the cell's work, and put it on the list if nobody has asked for it yet."""
@@ -144,7 +144,7 @@ class Agenda:
         else:
             self._prepare(cell)
             self._places.setdefault(cell.stream, len(self._places))
-            self.tasks.append(cell)
+            self.tasks.add(cell)
 
     def _prepare(self, cell: Cell) -> None:
         """List what the cell needs and others need, too, so that no process waits for another that makes it."""
@@ -154,8 +154,18 @@ class Agenda:
             needed.append(training)
         if self.setup.cache is not None and cell.severity and not cell.sets:
             needed += [Drawing(cell.split, cell.data, name, cell.severity, cell.seed) for name in cell.domains]
-        self.tasks += [task for task in dict.fromkeys(needed) if task not in self._prepared]
-        self._prepared.update(needed)
+        for task in needed:
+            if task not in self._prepared:
+                self._prepared.add(task)
+                self.tasks.add(task)
+
+    def _kin(self, task: Task) -> Any:
+        """Return the same for tasks that share what a process holds: images, or with a cache of these the method."""
+        if not isinstance(task, Cell):
+            return None
+        if self.setup.cache is None:
+            return task.stream
+        return (task.method, task.settings)
 
     def _place(self, task: Task) -> tuple[int, float]:
         if isinstance(task, Training):

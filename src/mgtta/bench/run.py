@@ -15,7 +15,7 @@ from mgtta._lib.profile import PARTS
 from mgtta._lib.ranks import ranks_of
 from mgtta.bench.agenda import Agenda, Drawing, Task
 from mgtta.bench.cells import STILL, SWEEP, Cell, Options, Setup, Training, digest
-from mgtta.bench.executors.base import Executor, Kin, WorkerError, message
+from mgtta.bench.executors.base import Executor, WorkerError, message
 from mgtta.bench.executors.here import Here
 from mgtta.bench.executors.processes import Processes
 from mgtta.bench.executors.ray import OnRay
@@ -230,7 +230,7 @@ def _run(agenda: Agenda, start: _Start, executor: Executor) -> None:
     with executor:
         if executor.about():
             watch.note(executor.about())
-        for task, result in executor.run(agenda.tasks, start, _kin(agenda.setup)):
+        for task, result in executor.run(agenda.tasks, start):
             take(task, result)
         for task, result in executor.run_in_turn(agenda.timed, start):
             take(task, result)
@@ -242,13 +242,6 @@ def _run(agenda: Agenda, start: _Start, executor: Executor) -> None:
         raise WorkerError(
             f"{len(failed)} tasks failed, the first was {failed[0]}; finished cells are kept, the same command resumes"
         )
-
-
-def _kin(setup: Setup) -> Kin:
-    """Return what tells tasks that share what a process holds: the images, or with a cache of these the method."""
-    if setup.cache is None:
-        return lambda task: task.stream if isinstance(task, Cell) else task
-    return lambda task: (task.method, task.settings) if isinstance(task, Cell) else None
 
 
 def _check_needs(cells: Sequence[Cell], setup: Setup) -> None:

@@ -10,18 +10,19 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from mgtta.bench.executors.base import Kin, Work, WorkerError, message, no_kin
+from mgtta.bench.executors.base import Work, WorkerError, message
+from mgtta.bench.executors.tasks import Tasks
 
 
 def spread(
-    tasks: list[Any], start: Callable[[], Work], workers: int, kin: Kin = no_kin, seconds: float | None = None
+    tasks: Tasks, start: Callable[[], Work], workers: int, seconds: float | None = None
 ) -> Iterator[tuple[Any, Any]]:
     """Yield (task, result) for every task, as they finish; stopping early stops the workers.
 
     Args:
-        tasks: they are taken out of the list, from its beginning; who reads the results may add others meanwhile.
+        tasks: who reads the results may add others meanwhile. A worker takes next, where it can, one of the same kin as
+            its last, whose data it still holds.
         start: called once in each process; it returns the function that is called with each task.
-        kin: a worker takes next, where it can, a task of the same kin as its last, whose data it still holds.
         seconds: a TimeoutError is raised after so many; by default never.
     """
     ends = math.inf if seconds is None else time.monotonic() + seconds
@@ -32,9 +33,8 @@ def spread(
     def give() -> None:
         _start_processes(processes, free, start, min(workers - len(processes), len(tasks) - len(free)))
         for connection in list(free)[: len(tasks)]:
-            last = free.pop(connection)
-            own = (i for i, task in enumerate(tasks) if last is not None and kin(task) == kin(last))
-            busy[connection] = tasks.pop(next(own, 0))
+            in_hand = {tasks.kin(task) for task in busy.values()}
+            busy[connection] = tasks.take(free.pop(connection), in_hand)
             with suppress(BrokenPipeError):  # it is dead, which the next reading tells
                 connection.send(busy[connection])
 
