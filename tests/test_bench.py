@@ -795,6 +795,9 @@ def test_methods_with_fewer_images_have_noadapt_beside_them():
         ("memo", 2),
         ("noadapt", 2),
     }
+    without = dataclasses.replace(options, limits=[("continual/memo", 0)])
+    assert {cell.method for cell in experiment_cells("continual", without)} == {"noadapt", "tent"}
+    assert "memo" in {cell.method for cell in experiment_cells("mixed", without)}
     with pytest.raises(ValueError, match="unknown experiment 'small'"):
         experiment_cells("corruptions", dataclasses.replace(options, limits=[("small/memo", 4)]))
     with pytest.raises(ValueError, match="unknown recipe 'memmo'"):

@@ -170,7 +170,7 @@ class Options:
     rounds: int = 10  # of `streams`
     round_images: int = 1000  # per domain and round
     single: int = 400  # images per domain that come in batches of one
-    # a method, an experiment or SWEEP, or EXPERIMENT/METHOD -> images per domain, if fewer
+    # a method, an experiment or SWEEP, or EXPERIMENT/METHOD -> images per domain, if fewer; 0: it is left out
     limits: Sequence[tuple[str, int]] = ()
 
     def limit(self, experiment: str, method: str) -> int | None:

@@ -167,7 +167,7 @@ def experiment_cells(name: str, options: Options) -> list[Cell]:
             raise unknown("corruption", corruption, (*CORRUPTIONS, *VALIDATION_CORRUPTIONS))
     limits = [(_limited(named), images) for named, images in options.limits]
     o = dataclasses.replace(options, methods=methods, limits=limits)
-    cells = [_within_limits(cell, o) for cell in EXPERIMENTS[name](o)]
+    cells = [_within_limits(cell, o) for cell in EXPERIMENTS[name](o) if o.limit(cell.experiment, cell.method) != 0]
     return list(dict.fromkeys([*cells, *_still_beside(cells)]))
 
 

@@ -42,6 +42,7 @@ EXPERIMENTS = (  # the names in mgtta.bench.experiments, which imports torch
     "all",
 )
 ALL = "all"
+SWEEP = "sweep"
 BATCH_SIZE = 64
 QUICK_IMAGES = 64  # per domain
 STOPPED_CODE = 130  # 128 + SIGINT
@@ -64,7 +65,7 @@ Images = Annotated[int | None, typer.Option(min=1, help="Images per domain; by d
 Limit = Annotated[
     list[str],
     typer.Option(
-        help="NAME=IMAGES: fewer images per domain for an experiment, `sweep`, a method, or EXPERIMENT/METHOD."
+        help="NAME=IMAGES: fewer images per domain for an experiment, `sweep`, a method, or EXPERIMENT/METHOD; 0: none."
     ),
 ]
 Frost = Annotated[
@@ -187,7 +188,7 @@ def _device(device: str | None, tf32: bool) -> str:
 def _limit(text: str) -> tuple[str, int]:
     """Return name and images of NAME=IMAGES."""
     name, _, images = text.partition("=")
-    if not name or not images.isdecimal() or not int(images):
+    if not name or not images.isdecimal() or (name == SWEEP and not int(images)):
         raise ValueError(f"--limit takes NAME=IMAGES, such as small-batch=96, not {text!r}")
     return name, int(images)
 
