@@ -29,9 +29,8 @@ from pages import table
 
 from mgtta._lib.files import atomic
 from mgtta.bench.cells import Cell, Setup
-from mgtta.bench.run import run_cells
+from mgtta.bench.run import run_cells, run_swept
 from mgtta.bench.store import Store
-from mgtta.bench.sweep import swept
 from mgtta.data.corruptions import CORRUPTIONS
 from mgtta.data.images import read_image
 
@@ -150,8 +149,9 @@ def run(args: argparse.Namespace) -> None:
     more: dict[str, Any] = {"workers": args.workers}
     asked = cells(args.methods.split(","), args.seeds)
     if args.sweep:
-        asked = swept(asked, lambda tries: run_cells(tries, setup, store, title="sweep", **more))
-    records = run_cells(asked, setup, store, title="cifar10", **more)
+        asked, records = run_swept(asked, setup, store, title="cifar10", **more)
+    else:
+        records = run_cells(asked, setup, store, title="cifar10", **more)
     _write(records, args)
     again = rounds(asked, args.rounds, args.round_images)
     if again:

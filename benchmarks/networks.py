@@ -32,9 +32,8 @@ from pages import table
 import mgtta
 from mgtta._lib.files import atomic
 from mgtta.bench.cells import Cell, Setup
-from mgtta.bench.run import run_cells
+from mgtta.bench.run import run_cells, run_swept
 from mgtta.bench.store import Store
-from mgtta.bench.sweep import swept
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
 from mgtta.data.datasets import open_dataset
 from mgtta.data.streams import corrupted, stream
@@ -235,7 +234,7 @@ def _of_network(network: Network, generator: str, args: argparse.Namespace) -> l
     store = Store(args.out)
     more = {"workers": args.workers, "title": f"{network.name}, generator {Path(generator).stem}"}
     if args.sweep:
-        cells = swept(cells, lambda tries: run_cells(tries, setup, store, **more))
+        return run_swept(cells, setup, store, **more)[1]
     return run_cells(cells, setup, store, **more)
 
 

@@ -29,9 +29,8 @@ import mgtta
 from mgtta._lib.files import atomic, write_tensors
 from mgtta._lib.timm import timm
 from mgtta.bench.cells import Cell, Setup
-from mgtta.bench.run import run_cells
+from mgtta.bench.run import run_cells, run_swept
 from mgtta.bench.store import Store
-from mgtta.bench.sweep import swept
 from mgtta.data.datasets import open_dataset
 
 MODEL = "deit_tiny_patch16_224"
@@ -181,7 +180,7 @@ def adapt(args: argparse.Namespace) -> None:
     more: dict[str, Any] = {"workers": args.workers}
     plain = cells(args.data, args.methods.split(","), args.seeds)
     if args.sweep:
-        plain = swept(plain, lambda tries: run_cells(tries, setup, store, title="sweep", **more))
+        plain, _ = run_swept(plain, setup, store, title="pacs", **more)
     learning = [cell for cell in plain if cell.method != "noadapt"]
     records = run_cells([*plain, *map(guarded, learning)], setup, store, title="pacs", **more)
     text = page(records, args)

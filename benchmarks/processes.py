@@ -1,10 +1,18 @@
 """Jobs in several processes, each of which reads its images and its model once."""
 
-import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
+
+from mgtta.bench.executors.pool import spread
+from mgtta.bench.executors.tasks import Tasks
+
+
+class Failed(NamedTuple):
+    """What a job gives that failed."""
+
+    error: str
 
 
 def in_processes(
@@ -24,18 +32,26 @@ def in_processes(
         begin: what each process does first, with `setup`.
     """
     ends = time.monotonic() + seconds
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), begin, setup)
-    futures = {pool.submit(work, job): job for job in jobs}
+    start = partial(_working, work, begin, setup)
     try:
-        for future in as_completed(futures, seconds):
-            if future.exception() is not None:
-                print(futures[future], "failed:", future.exception(), flush=True)
+        for job, result in spread(Tasks(jobs), start, workers, seconds):
+            if isinstance(result, Failed):
+                print(job, "failed:", result.error, flush=True)
                 continue
             print(f"{ends - time.monotonic():.0f} s left:", end=" ")
-            yield futures[future], future.result()
+            yield job, result
     except TimeoutError:
         print("time is over; the same command takes up what is missing", flush=True)
-    finally:
-        for process in pool._processes.values():
-            process.kill()
-        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _working(work: Callable[[Any], Any], begin: Callable[..., None], setup: tuple[Any, ...]) -> Callable[[Any], Any]:
+    """Begin in a process, and return what runs its jobs."""
+    begin(*setup)
+
+    def run(job: Any) -> Any:
+        try:
+            return work(job)
+        except Exception as error:
+            return Failed(repr(error))
+
+    return run

@@ -15,9 +15,9 @@ import mgtta
 from mgtta._lib.timm import timm
 from mgtta.methods._augment import mask_low_frequencies, random_view
 from mgtta.methods._descent import Descent
+from mgtta.methods._reliable import redundancy_for
 from mgtta.methods._sam import SAM
 from mgtta.methods.deyo import random_orders, shuffle_patches
-from mgtta.methods.eta import redundancy_for
 from mgtta.methods.registry import recipes
 from mgtta.methods.roid import prior_corrected, soft_likelihood_ratio
 from mgtta.models.norms import early_norm_parameters, norm_layers

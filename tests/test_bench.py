@@ -22,9 +22,9 @@ from mgtta.bench.executors.processes import Processes
 from mgtta.bench.experiments import EXPERIMENTS, QUICK, experiment_cells, variant
 from mgtta.bench.needs import methods_for, rate_at
 from mgtta.bench.resources import Lab, Listener
-from mgtta.bench.run import run_cells, run_experiment
+from mgtta.bench.run import run_cells, run_experiments
 from mgtta.bench.store import Store
-from mgtta.bench.sweep import rates, sweep_cells, swept, tuned
+from mgtta.bench.sweep import by_contender, rates, tuning
 from mgtta.cli.app import app
 from mgtta.cli.progress import Bars
 from mgtta.data.cache import Held, Room
@@ -196,6 +196,22 @@ def test_cells_that_share_a_stream_run_one_after_another(tmp_path, counted):
     assert counted == FEW
 
 
+def test_a_method_that_was_run_before_is_reset_and_not_made_again(tmp_path, monkeypatch):
+    made = []
+    create = lab.create
+    monkeypatch.setattr(lab, "create", lambda name, *a, **k: (made.append(name), create(name, *a, **k))[1])
+    methods = ["tent", "roid", "t3a", "mgtta_plus"]
+    corrupted = [Cell("corruptions", m, (c,), batch_size=3) for m in methods for c in ("contrast", "fog")]
+    long = [Cell("continual", "roid", ("contrast", "fog"), batch_size=3, reset="never", seed=seed) for seed in (0, 1)]
+    cells = sorted([*corrupted, *long], key=lambda cell: cell.method)
+    setup = dataclasses.replace(SMALL, cache=str(tmp_path / "cache"))
+    together = Lab(setup, tmp_path)
+    found = [record for cell in cells for record in together.run(cell)]
+    assert made == sorted(methods)
+    each = [record for cell in cells for record in Lab(setup, tmp_path).run(cell)]
+    assert without_timing(found) == without_timing(each)
+
+
 def test_budgets_and_the_accuracy_of_what_remains(tmp_path):
     cells = [
         Cell("convergence", "eq7_sgd", ("fog",), batch_size=2, max_updates=1),
@@ -357,7 +373,7 @@ def test_all_methods_are_those_that_the_network_can_run():
 
 def test_the_command_line_runs_all_methods_by_one_word(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(bench, "run_experiment", lambda name, options, *a, **k: asked.extend(options.methods) or [])
+    monkeypatch.setattr(bench, "run_experiments", lambda names, options, *a, **k: asked.extend(options.methods) or [])
     words = [
         "bench",
         "corruptions",
@@ -400,6 +416,25 @@ def test_keys_tell_settings_apart_that_a_method_had_in_version_0_1():
 # --- sweeps
 
 
+def sweep_cells(cells):
+    """Return what the sweeps of the cells try first."""
+    return [cell for own in by_contender(cells) for cell in next(tuning(own), [])]
+
+
+def swept(cells, run, limit=None):
+    """Return the cells as their sweeps return them; `run` gives the records of cells."""
+    found = {}
+    for own in by_contender(cells):
+        plan = tuning(own, limit)
+        try:
+            asked = next(plan)
+            while True:
+                asked = plan.send(run(asked))
+        except StopIteration as end:
+            found |= zip(own, end.value, strict=True)
+    return [found[cell] for cell in cells]
+
+
 def test_a_sweep_gives_every_contender_the_same_tries_on_the_validation_split():
     counts = {name: len(rates(name)) for name in recipes()}
     assert set(counts.values()) == {0, 7}
@@ -413,14 +448,26 @@ def test_a_sweep_gives_every_contender_the_same_tries_on_the_validation_split():
     assert set(tries.values()) == {4 * 7}
     assert not sweep_cells(experiment_cells("learning-rate", options))
     assert {c.training for c in sweep_cells(experiment_cells("samples", options))} > {Training(images=64)}
+    both = [*experiment_cells("corruptions", options), *experiment_cells("learning-rate", options)]
+    assert sweep_cells(both) == sweep_cells(experiment_cells("corruptions", options))
+
+
+def test_a_sweep_may_have_fewer_images():
+    cells = experiment_cells("corruptions", Options(["tent", "cotta"], limits=[("cotta", 32)]))
+    run = Scored(nearness(1e-3))
+    chosen = swept(cells, run, limit=64)
+    assert {(cell.method, cell.limit) for cell in run.ran} == {("tent", 64), ("cotta", 32)}
+    assert {(cell.method, cell.limit) for cell in chosen} == {("tent", None), ("cotta", 32)}
 
 
 def test_the_best_mean_is_chosen_for_each_batch_size():
     cells = [Cell("small-batch", "tent", ("fog",), batch_size=size) for size in (2, 4)]
-    tries = sweep_cells(cells)
     best = {2: rates("tent")[1], 4: rates("tent")[5]}
-    records = [{"top1": 50.0 if dict(c.settings)["lr"] == best[c.batch_size] else 40.0} for c in tries]
-    for cell in tuned(cells, tries, records):
+
+    def run(tries):
+        return [{"top1": 50.0 if dict(c.settings)["lr"] == best[c.batch_size] else 40.0} for c in tries]
+
+    for cell in swept(cells, run):
         assert dict(cell.settings) == {"lr": best[cell.batch_size]}
         assert cell.chosen_from == tuple(rates("tent"))
 
@@ -434,15 +481,18 @@ def test_rates_for_long_streams_are_tried_on_long_streams(name):
     assert set(tries[0].domains) == set(VALIDATION_CORRUPTIONS)
     best = rates("tent")[2]
     parts = 1 if name == "mixed" else 15
-    records = [{"top1": 50.0 if dict(c.settings)["lr"] == best else 40.0} for c in tries for _ in range(parts)]
-    assert {dict(c.settings).get("lr") for c in tuned(cells, tries, records)} == {None, best}
+
+    def run(tries):
+        return [{"top1": 50.0 if dict(c.settings)["lr"] == best else 40.0} for c in tries for _ in range(parts)]
+
+    assert {dict(c.settings).get("lr") for c in swept(cells, run)} == {None, best}
 
 
 def test_a_swept_experiment_says_what_it_chose_from(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "VALIDATION_CORRUPTIONS", ("saturate",))
     monkeypatch.setattr(sweep, "rates", lambda method, centre=None: [5e-4, 1e-3, 2e-3])
     options = Options(["tent"], corruptions=("fog", "contrast"))
-    records = run_experiment("corruptions", options, Setup(images=2), Store(tmp_path), sweep=True)
+    records = run_experiments(["corruptions"], options, Setup(images=2), Store(tmp_path), sweep=True)
     tried = [r for r in Store(tmp_path).records() if r["experiment"] == "sweep"]
     rates_tried = sorted({r["settings"]["lr"] for r in tried})
     assert {5e-4, 1e-3, 2e-3} <= set(rates_tried)  # and more where the grid grew
@@ -721,9 +771,9 @@ def test_worker_processes_give_the_same_records(tmp_path):
 def test_workers_train_the_generators_side_by_side_before_anyone_waits_for_one(tmp_path, monkeypatch):
     asked: list = []
 
-    def here(executor, tasks, start, kin):
-        asked.extend(tasks)
-        return executor.run_in_turn(tasks, start)
+    def here(executor, tasks, start):
+        asked.extend(tasks.take() for _ in range(len(tasks)))
+        return executor.run_in_turn(asked, start)
 
     monkeypatch.setattr(Processes, "run", here)
     sizes = [dataclasses.replace(TINY, hidden_size=d) for d in (2, 4)]
@@ -731,6 +781,27 @@ def test_workers_train_the_generators_side_by_side_before_anyone_waits_for_one(t
     records = run_cells(cells, SMALL, Store(tmp_path), workers=2)
     assert asked == [*sizes, *cells]
     assert [r["protocol"]["hidden_size"] for r in records] == [2, 4, 2, 4]
+
+
+def test_methods_with_fewer_images_have_noadapt_beside_them():
+    limits = [("memo", 4), ("small-batch", 2)]
+    options = Options(["noadapt", "tent", "memo"], corruptions=("fog",), limits=limits)
+    found = [(cell.method, cell.limit) for cell in experiment_cells("corruptions", options)]
+    assert found == [("noadapt", None), ("tent", None), ("memo", 4), ("noadapt", 4)]
+    assert {cell.limit for cell in experiment_cells("small-batch", options)} == {2}
+    pair = dataclasses.replace(options, limits=[("small-batch/memo", 2)])
+    assert {cell.limit for cell in experiment_cells("corruptions", pair)} == {None}
+    assert {(c.method, c.limit) for c in experiment_cells("small-batch", pair) if c.limit} == {
+        ("memo", 2),
+        ("noadapt", 2),
+    }
+    without = dataclasses.replace(options, limits=[("continual/memo", 0)])
+    assert {cell.method for cell in experiment_cells("continual", without)} == {"noadapt", "tent"}
+    assert "memo" in {cell.method for cell in experiment_cells("mixed", without)}
+    with pytest.raises(ValueError, match="unknown experiment 'small'"):
+        experiment_cells("corruptions", dataclasses.replace(options, limits=[("small/memo", 4)]))
+    with pytest.raises(ValueError, match="unknown recipe 'memmo'"):
+        experiment_cells("corruptions", dataclasses.replace(options, limits=[("memmo", 4)]))
 
 
 def test_the_corruptions_are_the_users():

@@ -16,7 +16,7 @@ from mgtta.bench import streams as module
 from mgtta.bench.cells import Cell, Options, Setup, digest
 from mgtta.bench.experiments import experiment_cells
 from mgtta.bench.resources import Lab
-from mgtta.bench.run import run_cells, run_experiment
+from mgtta.bench.run import run_cells, run_experiments
 from mgtta.bench.store import Store
 from mgtta.bench.streams import PULLS, stream_tries, streams, tuned_jointly
 from mgtta.bench.sweep import rates
@@ -35,7 +35,7 @@ ALIKE = (("pull", 0.05), ("gather", 2), ("recall", 2))
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     options = Options(["noadapt", "tent", "t3a"], wrappers=ALIKE, **FEW)
-    return run_experiment("streams", options, SMALL, Store(tmp_path_factory.mktemp("runs")))
+    return run_experiments(["streams"], options, SMALL, Store(tmp_path_factory.mktemp("runs")))
 
 
 def test_streams_are_eight_kinds_with_one_setting_of_each_method():
@@ -206,7 +206,7 @@ def test_a_swept_run_of_streams_says_what_it_chose_from(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PULLS", (0.0, 0.1))
     options = Options(["tent"], rates=(0.5, 2.0), **FEW)
     monkeypatch.setattr("mgtta.bench.resources.IMAGES", 6)
-    records = run_experiment("streams", options, SMALL, Store(tmp_path), sweep=True)
+    records = run_experiments(["streams"], options, SMALL, Store(tmp_path), sweep=True)
     assert len({json.dumps(r["settings"]) for r in records}) == 1
     low, high = rates("tent", (0.5, 2.0))
     assert {tuple(r["protocol"]["chosen_from"]) for r in records} == {(low, low, high, high)}

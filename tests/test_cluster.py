@@ -11,6 +11,7 @@ from test_bench import FEW, SMALL, without_timing
 from mgtta.bench.cells import Cell
 from mgtta.bench.executors.base import WorkerError
 from mgtta.bench.executors.ray import connected, spread_on_ray
+from mgtta.bench.executors.tasks import Tasks
 from mgtta.bench.resources import Listener
 from mgtta.bench.run import run_cells
 from mgtta.bench.store import Store
@@ -62,7 +63,7 @@ def test_a_node_is_killed_in_mid_run(cluster, tmp_path):
     try:
         log = tmp_path / "log"
         found = []
-        for task, result in spread_on_ray(list("abcdef"), partial(_noting, str(log))):
+        for task, result in spread_on_ray(Tasks("abcdef"), partial(_noting, str(log))):
             found.append((task, result))
             if len(found) == 2:
                 while log.read_text().count("begins") < log.read_text().count("ends") + 2:  # until both nodes are busy
@@ -74,7 +75,7 @@ def test_a_node_is_killed_in_mid_run(cluster, tmp_path):
         assert any(lines[f"begins {task}"] == 2 for task in "abcdef")
 
         with pytest.raises(WorkerError, match="this one is no good"):
-            list(spread_on_ray(["bad"], partial(_noting, str(log))))
+            list(spread_on_ray(Tasks(["bad"]), partial(_noting, str(log))))
         assert log.read_text().count("begins bad") == 1  # an error is no reason to try again
 
         nodes.append(cluster.add_node(num_cpus=1))

@@ -249,6 +249,25 @@ def test_sar_come_against_its_equations():
     close(method.average, second.mean().item())
 
 
+@pytest.mark.parametrize("name", ["eata", "sar"])
+def test_come_does_not_learn_from_what_only_the_softmax_calls_sure(name):
+    model = unsure_vit()
+    x = images(16).double()
+    logits = model(x).detach()
+    surest = min(map(H, logits.tolist()))
+    opinion = torch_come(logits).min().item()
+    assert surest < opinion
+    settings = {"margin": 0.999 * opinion / math.log(CLASSES)}
+    if name == "eata":
+        settings["fisher"] = mgtta.fisher_information(model, images(16, seed=9).double())
+        settings["fisher_weight"] = 0.0
+    updates = {}
+    for method in (mgtta.create(name, model, **settings), mgtta.create(f"{name}_come", model, **settings)):
+        method(x)
+        updates[method.name] = method.updates
+    assert updates == {name: 1, f"{name}_come": 0}
+
+
 # SHOT
 
 
@@ -624,6 +643,17 @@ def test_spa_eta_and_spa_eata_against_their_equations():
             m = average if m is None else [0.9 * a + 0.1 * b for a, b in zip(m, average, strict=True)]
             close(method.probs, m)
         assert 0 < min(sizes) < 16
+
+
+def test_spa_eta_is_spa_where_no_image_is_reliable():
+    found = {}
+    for name, own in (("spa", {}), ("spa_eta", {"margin": 0.0}), ("spa_eta", {"margin": 0.65})):
+        method = mgtta.create(name, unsure_vit(), lr=1e-3, **own)
+        for t in range(3):
+            method(images(8, seed=t).double())
+        found[name, own.get("margin")] = torch.cat([p.detach().flatten() for p in method.adapted.values()])
+    assert found["spa_eta", 0.0].equal(found["spa", None])
+    assert not found["spa_eta", 0.65].equal(found["spa", None])
 
 
 def test_spa_eata_does_not_forget():

@@ -13,7 +13,7 @@ from mgtta._lib.files import command
 from mgtta.bench.cells import Cell, Setup
 from mgtta.bench.run import run_cells
 from mgtta.bench.store import Store
-from mgtta.bench.sweep import sweep_cells
+from mgtta.bench.sweep import by_contender, tuning
 from mgtta.data.glyphs import Glyphs
 
 IMAGES = 6  # of each style
@@ -76,7 +76,7 @@ def test_cells_of_pacs_cover_all_streams_with_and_without_guard(pacs):
     assert len(found) == len(set(found)) == 2 * 2 * 6
     assert {cell.experiment for cell in found} == set(pacs.COLUMNS)
     assert {cell.by_class for cell in found if cell.experiment == "pacs-labels"} == {True}
-    tries = sweep_cells(found)
+    tries = [cell for own in by_contender(found) for cell in next(tuning(own), [])]
     assert {(cell.split, cell.mixed, cell.reset, cell.sets) for cell in tries} == {
         ("validation", False, "domain", ()),
         ("validation", True, "domain", ()),

@@ -74,6 +74,13 @@ def test_what_cannot_be_compared_is_kept_apart():
     ]
     assert [s.repeated for s in found] == [0, 6, 0]
     assert "6 records that repeat" in notes(found[1])
+    text = markdown([*plain, *more_images])
+    assert all(text.count(f"{images} images per domain") == 1 for images in ("1,280", "512"))
+
+
+def test_a_method_at_two_sets_of_settings_has_its_rows_together():
+    [section] = sections([fake(m) for m in ("tent", "deyo@mgtta", "noadapt", "deyo")])
+    assert list(section.rows) == ["noadapt", "deyo", "deyo@mgtta", "tent"]
 
 
 def test_rows_are_told_apart_by_what_differs_and_by_nothing_else():

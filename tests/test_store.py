@@ -3,6 +3,7 @@ import multiprocessing
 import os
 
 from mgtta.bench.store import Store
+from mgtta.evaluation.record import complete_records
 
 
 def test_cells_come_back_whole_and_once(tmp_path):
@@ -58,3 +59,25 @@ def test_invalid_lines_are_ignored(tmp_path):
     assert store.records() == []
     assert store.add("a", [{}])
     assert store.cells() == {"a"}
+
+
+def test_a_store_reads_only_what_is_new(tmp_path, monkeypatch):
+    """Thousands of cells are added one by one: a file that is read again each time takes longer and longer."""
+    sizes = []
+
+    def reading(content):
+        sizes.append(len(content))
+        return complete_records(content)
+
+    monkeypatch.setattr("mgtta.bench.store.complete_records", reading)
+    ours = Store(tmp_path)
+    theirs = Store(tmp_path)
+    assert ours.add("a", [{"text": "x" * 1000}])
+    assert theirs.add("b", [{"text": "x" * 1000}])
+    assert not ours.add("b", [{}])
+    assert ours.add("c", [{}])
+    assert sizes[0] == 0
+    assert max(sizes) < 1200
+    assert sizes[-1] == 1  # the last byte, which may be the end of a line
+    ours.path.write_text("")
+    assert ours.add("a", [{}])

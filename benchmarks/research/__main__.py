@@ -29,6 +29,7 @@ from tasks import key, short
 
 from mgtta._lib.files import atomic
 from mgtta.bench.executors.pool import spread
+from mgtta.bench.executors.tasks import Tasks
 
 
 def read(log: Path) -> Results:
@@ -42,7 +43,7 @@ def run(tasks: list[Any], args: argparse.Namespace) -> Results:
     todo = [task for task in dict.fromkeys(tasks) if key(task) not in done]
     start = partial(Lab, str(args.data), str(args.checkpoint), args.device, args.out)
     if args.workers:
-        results: Iterator[tuple[Any, Any]] = spread(todo, start, args.workers)
+        results: Iterator[tuple[Any, Any]] = spread(Tasks(todo), start, args.workers)
     else:
         lab = start()
         results = ((task, lab(task)) for task in todo)

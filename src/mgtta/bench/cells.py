@@ -14,6 +14,7 @@ from mgtta.data.corruptions import CORRUPTIONS
 EMBEDDED = "glyphs_vit"
 SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 50.0, 90.0)
 RATES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # tried by a sweep, times the recipe's own learning rate
+SWEEP = "sweep"  # the experiment of tries
 STILL = ("noadapt",)  # never learns, so that neither budgets nor settings make a difference
 
 
@@ -169,6 +170,13 @@ class Options:
     rounds: int = 10  # of `streams`
     round_images: int = 1000  # per domain and round
     single: int = 400  # images per domain that come in batches of one
+    # a method, an experiment or SWEEP, or EXPERIMENT/METHOD -> images per domain, if fewer; 0: it is left out
+    limits: Sequence[tuple[str, int]] = ()
+
+    def limit(self, experiment: str, method: str) -> int | None:
+        """Return the images per domain of a method in an experiment, or in the sweep; None for all."""
+        names = (experiment, method, f"{experiment}/{method}")
+        return min((images for name, images in self.limits if name in names), default=None)
 
     def below(self, budgets: Iterable[int]) -> list[int]:
         """Return the budgets that are smaller than a domain."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from mgtta._lib.errors import unknown
 from mgtta._lib.shipped import shipped
-from mgtta.bench.cells import Cell, Options, Setup, Training
+from mgtta.bench.cells import STILL, SWEEP, Cell, Options, Setup, Training
 from mgtta.bench.needs import rate_at, registered_name, takes_trade_off
 from mgtta.bench.streams import streams
 from mgtta.bench.sweep import rates
@@ -165,7 +165,36 @@ def experiment_cells(name: str, options: Options) -> list[Cell]:
     for corruption in options.corruptions:
         if corruption not in (*CORRUPTIONS, *VALIDATION_CORRUPTIONS):
             raise unknown("corruption", corruption, (*CORRUPTIONS, *VALIDATION_CORRUPTIONS))
-    return EXPERIMENTS[name](dataclasses.replace(options, methods=methods))
+    limits = [(_limited(named), images) for named, images in options.limits]
+    o = dataclasses.replace(options, methods=methods, limits=limits)
+    cells = [_within_limits(cell, o) for cell in EXPERIMENTS[name](o) if o.limit(cell.experiment, cell.method) != 0]
+    return list(dict.fromkeys([*cells, *_still_beside(cells)]))
+
+
+def _still_beside(cells: Sequence[Cell]) -> list[Cell]:
+    """Return cells of the methods that never learn, on as few images as methods that have fewer than these."""
+    still = {cell.method: cell.limit for cell in cells if cell.method in STILL}
+    return [
+        dataclasses.replace(cell, method=method, settings=(), training=None)
+        for method, limit in still.items()
+        for cell in cells
+        if cell.limit != limit and cell.kind is None
+    ]
+
+
+def _limited(name: str) -> str:
+    """Return the name of an experiment, the sweep or a method, or EXPERIMENT/METHOD, whose images are limited."""
+    if name in EXPERIMENTS or name == SWEEP:
+        return name
+    experiment, slash, method = name.rpartition("/")
+    if slash and experiment not in (*EXPERIMENTS, SWEEP):
+        raise unknown("experiment", experiment, (*EXPERIMENTS, SWEEP))
+    return f"{experiment}{slash}{registered_name(method)}"
+
+
+def _within_limits(cell: Cell, o: Options) -> Cell:
+    limits = (cell.limit, o.limit(cell.experiment, cell.method))
+    return dataclasses.replace(cell, limit=min(filter(None, limits), default=None))
 
 
 def variant(text: str) -> tuple[str, str]:

@@ -72,6 +72,12 @@ def rate_at(method: str, images: int) -> float | None:
     return float(f"{recipe(method).rate_at(default, images):.6g}")
 
 
+def passes_of(method: str) -> int:
+    """Return the passes of an image through the network; a backward pass counts as two."""
+    forward, backward = recipe(method).cost
+    return forward + 2 * backward
+
+
 def decisive_settings(method: str) -> dict[str, list[Any]]:
     """Return the settings that a sweep tries besides the learning rate, with the values besides the default."""
     found = recipe(method)

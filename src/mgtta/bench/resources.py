@@ -41,7 +41,7 @@ from mgtta.evaluation.record import Record
 from mgtta.learned.files import save_generator
 from mgtta.methods.create import create
 from mgtta.models.classifier import Classifier
-from mgtta.models.fisher import Fisher, fisher_information
+from mgtta.models.fisher import Fisher, fisher_information, load_fisher, save_fisher
 from mgtta.models.loading import load_model
 from mgtta.models.source import SourceStatistics, load_source, source_statistics
 from mgtta.training.meta import meta_train, shifted_images
@@ -58,6 +58,9 @@ class Listener:
     """Is told what happens, as it happens. This one does nothing with it."""
 
     def start(self, title: str, cells: int, finished: int) -> None: ...
+
+    def grow(self, cells: int) -> None:
+        """Hear that there are now so many cells in all."""
 
     def note(self, text: str) -> None: ...
 
@@ -102,6 +105,7 @@ class Lab:
         self._sets: dict[Any, Any] = {}
         self._kept_stream: Any = None  # a cell's `stream`
         self._kept_batches: list[Any] = []
+        self._kept_method: tuple[Any, Adapting] | None = None  # how it was made, and the method
         self._seen: dict[Any, dict[str, str]] = {}
         self.fingerprint = self.model().fingerprint()
 
@@ -178,7 +182,20 @@ class Lab:
 
     @cached_property
     def fisher(self) -> Fisher:
-        """The Fisher information, from clean validation images."""
+        """The Fisher information, from clean validation images; with a cache, one process takes it for all."""
+        if self.setup.cache is None:
+            return self._take_fisher()
+        validation = self._path("validation", None)
+        images = None if validation is None else stamp(validation)
+        how = [FISHER_IMAGES, _device_name(self.setup.device), self.setup.tf32, torch.__version__, __version__]
+        name = digest([self.setup.model, self.fingerprint, self.setup.images, images, how])
+        path = Path(self.setup.cache) / f"fisher-{name}.safetensors"
+        with locked(path.with_suffix(".lock")):
+            if not path.exists():
+                save_fisher(self._take_fisher(), path)
+        return load_fisher(path)
+
+    def _take_fisher(self) -> Fisher:
         return fisher_information(self.model(), stream(self._clean, first=FISHER_IMAGES, device=self.setup.device))
 
     def trained(self, training: Training) -> Path:
@@ -247,7 +264,7 @@ class Lab:
                 f"the images of {which} have no labels, so there is no accuracy: name others, in class folders; "
                 "`mgtta adapt` predicts without labels"
             )
-        method = self._method(cell, images)
+        method = self._fresh_method(cell, images)
         if cell.timed:  # the first batch pays for what is set up once; the reset removes its trace
             method.warm_up(next(iter(batches)).x)
             method(next(iter(batches)).x)
@@ -258,6 +275,8 @@ class Lab:
         timing = cell.timed or self.setup.profile
         with optimizer_apart(method.optimizer):
             records = evaluate(method, batches, cell.reset, on_batch=on_batch, timing=timing)
+        if not cell.timed:
+            self._kept_method = (self._made_as(cell, images), method)
         return [self._described(cell, record, method.precision) for record in records]
 
     def _on_batch(self, cell: Cell, batches: int) -> OnBatch:
@@ -269,6 +288,19 @@ class Lab:
             self.watch.batch(cell, record, done / batches)
 
         return on_batch
+
+    def _fresh_method(self, cell: Cell, images: Any) -> Adapting:
+        """Return the cell's method, as new; if it is the last one, that after a reset, which keeps its CUDA graphs."""
+        kept = self._kept_method
+        self._kept_method = None  # until the cell is finished
+        if kept is None or cell.timed or kept[0] != self._made_as(cell, images):
+            return self._method(cell, images)
+        kept[1].reset()
+        return kept[1]
+
+    def _made_as(self, cell: Cell, images: Any) -> Any:
+        """Return the same for cells that have the same method."""
+        return (cell.method, cell.settings, cell.training, cell.max_updates, id(self.model(images)))
 
     def _method(self, cell: Cell, images: Any) -> Adapting:
         settings = dict(cell.settings)
@@ -340,6 +372,11 @@ class Lab:
             held = self._sets.setdefault((images, corruption, severity), Held(domain.dataset, self.room))
             domain = dataclasses.replace(domain, dataset=held)
         return dataclasses.replace(domain, name=name)
+
+    def draw(self, cell: Cell) -> None:
+        """Corrupt the images that a cell sees, for the cache."""
+        for domain in self._domains(cell, self.images(cell.split, cell.data)):
+            self._stored(domain, cell)
 
     def _stored(self, domain: Domain, cell: Cell) -> Domain:
         """Return the domain with its corrupted images from the cache, if there is one."""

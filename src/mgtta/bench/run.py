@@ -4,17 +4,18 @@ A run's folder has the records (`records.jsonl`) and the generators that were tr
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
 
 from mgtta._lib.profile import PARTS
 from mgtta._lib.ranks import ranks_of
-from mgtta.bench.cells import STILL, Cell, Options, Setup, Training, digest
-from mgtta.bench.executors.base import Executor
+from mgtta.bench.agenda import Agenda, Drawing, Task
+from mgtta.bench.cells import STILL, SWEEP, Cell, Options, Setup, Training, digest
+from mgtta.bench.executors.base import Executor, WorkerError, message
 from mgtta.bench.executors.here import Here
 from mgtta.bench.executors.processes import Processes
 from mgtta.bench.executors.ray import OnRay
@@ -23,47 +24,61 @@ from mgtta.bench.needs import needs_clean_images
 from mgtta.bench.provenance import check_unchanged
 from mgtta.bench.resources import HELD_BYTES, Lab, Listener, asked, generator_of, known_source, training_of
 from mgtta.bench.store import Store
-from mgtta.bench.streams import stream_tries, tuned_jointly
-from mgtta.bench.sweep import swept
+from mgtta.bench.streams import joint_tuning
+from mgtta.bench.sweep import Plan, by_contender, tuning
 from mgtta.learned.files import load_generator
 from mgtta.models.source import load_source
 
 Records = list[dict[str, Any]]
 
 
-def run_experiment(
-    name: str,
-    options: Options,
-    setup: Setup,
-    store: Store,
-    *,
-    sweep: bool = False,
-    workers: int = 0,
-    watch: Listener | None = None,
-    process_group: ProcessGroup | None = None,
-    ray: str | None = None,
+def run_experiments(
+    names: Sequence[str], options: Options, setup: Setup, store: Store, *, sweep: bool = False, **how: Any
 ) -> Records:
-    """Return the records of an experiment; with `sweep`, at learning rates chosen on the validation corruptions.
+    """Return the records of experiments; with `sweep`, at learning rates chosen on the validation corruptions.
 
-    For `streams`, learning rate and pull are chosen for all kinds of stream together.
+    For `streams`, learning rate and pull are chosen for all kinds of stream together. `how`: see `run_plans`.
     """
-    more: dict[str, Any] = {"workers": workers, "watch": watch, "process_group": process_group, "ray": ray}
-    cells = experiment_cells(name, options)
-    if sweep:
-
-        def run(tries: Sequence[Cell]) -> list[dict[str, Any]]:
-            return run_cells(tries, setup, store, title="sweep", **more)
-
-        joint = [cell for cell in cells if cell.kind is not None]
-        cells = [cell for cell in cells if cell.kind is None]
-        if cells:
-            cells = swept(cells, run)
-        if joint:
-            cells += tuned_jointly(joint, run(stream_tries(options)))
-    return run_cells(cells, setup, store, title=name, **more)
+    cells = [cell for name in names for cell in experiment_cells(name, options)]
+    title = names[0] if len(names) == 1 else "bench"
+    how = {"title": title, **how}
+    if not sweep:
+        return run_cells(cells, setup, store, **how)
+    return run_swept(cells, setup, store, options, **how)[1]
 
 
-def run_cells(
+def run_cells(cells: Sequence[Cell], setup: Setup, store: Store, workers: int = 0, **how: Any) -> Records:
+    """Run the cells that the store does not hold, and return the records of all of them; see `run_plans`."""
+    cells = list(dict.fromkeys(cells))
+    [_], records = run_plans([_wanted(as_they_are(cells))], cells, setup, store, workers, **how)
+    return records(cells)
+
+
+def run_swept(
+    cells: Sequence[Cell], setup: Setup, store: Store, options: Options | None = None, workers: int = 0, **how: Any
+) -> tuple[list[Cell], Records]:
+    """Return the cells at the best settings, and their records; see `run_plans`.
+
+    options: with the images per domain that settings are tried on, and of the cells of `streams`.
+    """
+    cells = list(dict.fromkeys(cells))
+    options = options or Options([])
+    groups = by_contender([cell for cell in cells if cell.kind is None])
+    plans = [_wanted(tuning(own, options.limit(SWEEP, own[0].method))) for own in groups]
+    for method in dict.fromkeys(cell.method for cell in cells if cell.kind is not None):
+        own = [cell for cell in cells if cell.kind is not None and cell.method == method]
+        groups.append(own)
+        plans.append(_wanted(joint_tuning(own, options)))
+    returned, records = run_plans(plans, cells, setup, store, workers, **how)
+    chosen: dict[Cell, Cell] = {}
+    for own, found in zip(groups, returned, strict=True):
+        chosen |= zip(own, found, strict=True)
+    best = [chosen[cell] for cell in cells]
+    return best, records(best)
+
+
+def run_plans(
+    plans: Sequence[Plan],
     cells: Sequence[Cell],
     setup: Setup,
     store: Store,
@@ -72,12 +87,14 @@ def run_cells(
     title: str = "",
     process_group: ProcessGroup | None = None,
     ray: str | None = None,
-) -> Records:
-    """Run the cells that the store does not hold, and return the records of all of them, in the cells' order.
+) -> tuple[list[list[Cell]], Callable[[Sequence[Cell]], Records]]:
+    """Run the cells that plans ask for and the store does not hold.
 
-    Work that several experiments ask for is done once, and its records are stored for each of them.
+    Return what each plan returned, and a function that gives the records of cells that were asked for, in their order.
+    Work that several cells ask for is done once, and its records are stored for each of them.
 
     Args:
+        cells: those that plans begin with; what they need is checked before anything runs.
         workers: processes; 0 runs here, and only then does `watch` see each batch. A cell that is measured by the
             clock runs here, and an `alone` cell in a process of its own, one at a time, in any case.
         process_group: of ranks that run every cell together, each with its share of every batch. The first rank's
@@ -88,40 +105,55 @@ def run_cells(
     watch = watch or Listener()
     ranks = ranks_of(process_group)
     setup = dataclasses.replace(setup, ranks=ranks.size)
-    cells = list(dict.fromkeys(cells))
     executor = _executor(cells, setup, workers, ray)
-    _check_needs(cells, setup)
     there = ranks.tell(lambda: _by_cell(store))
-    check_unchanged([r["protocol"] for records in there.values() for r in records], setup, cells, store.path)
-    works = {cell: cell.key(setup) for cell in cells}
-    done = {name.rpartition("/")[2]: records for name, records in there.items()}
-    asking: dict[str, list[Cell]] = {}  # work -> the cells that ask for it
-    for cell in cells:
-        asking.setdefault(works[cell], []).append(cell)
-    watch.start(title, len(cells), sum(len(own) for work, own in asking.items() if work in done))
 
-    def finish(work: str, records: Records, fresh: bool) -> None:
-        for cell in asking[work]:
-            own = [_as_asked(cell, record) for record in records]
-            if _name(cell, work) not in there and ranks.first:
-                store.add(_name(cell, work), own)
-            watch.cell(cell, own, fresh)
+    def finish(cell: Cell, work: str, records: Records, fresh: bool) -> Records:
+        own = [_as_asked(cell, record) for record in records]
+        if _name(cell, work) not in there and ranks.first:
+            store.add(_name(cell, work), own)
+        watch.cell(cell, own, fresh)
+        return own
 
-    for work in asking:
-        if work in done:
-            finish(work, done[work], fresh=False)
-    todo = [own[0] for work, own in asking.items() if work not in done]
-    start = _Start(setup, store.path.parent.resolve(), watch, process_group)
-    for cell, records in _run(_by_stream(todo, cells), start, executor):
-        finish(works[cell], records, fresh=True)
+    known = {name.rpartition("/")[2]: records for name, records in there.items()}
+    agenda = Agenda(plans, setup, known, finish)
+    first = [*cells, *agenda.works]
+    _check_needs(first, setup)
+    check_unchanged([r["protocol"] for records in there.values() for r in records], setup, first, store.path)
+    watch.start(title, len(agenda.works), agenda.at_hand)
+    agenda.settle()
+    _run(agenda, _Start(setup, store.path.parent.resolve(), watch, process_group), executor)
     found = ranks.tell(lambda: _by_cell(store))
-    return [record for cell in cells for record in found[_name(cell, works[cell])]]
+
+    def records_of(wanted: Sequence[Cell]) -> Records:
+        return [record for cell in wanted for record in found[_name(cell, agenda.works[cell])]]
+
+    return agenda.returned, records_of
+
+
+def as_they_are(cells: list[Cell]) -> Plan:
+    """Return a plan that tries nothing."""
+    return cells
+    yield  # makes it a generator
+
+
+def _wanted(plan: Plan) -> Plan:
+    """Return a plan that also asks for the records of what it returns."""
+    cells = yield from plan
+    yield cells
+    return cells
+
+
+class Failed(NamedTuple):
+    """What a task returns that failed in another process."""
+
+    text: str
 
 
 class _Start:
-    """Opens a lab in a process, and returns what runs its tasks: cells, or trainings of generators.
+    """Opens a lab in a process, and returns what runs its tasks: cells, trainings of generators, drawings of images.
 
-    In another process the watch and the group are missing: these stay here.
+    In another process the watch and the group are missing: these stay here. A task that fails there gives a `Failed`.
     """
 
     def __init__(
@@ -135,18 +167,26 @@ class _Start:
     def __reduce__(self) -> tuple[Any, ...]:
         return _Start, (self.setup, self.folder)
 
-    def __call__(self, processes: int) -> Callable[[Cell | Training], Any]:
+    def __call__(self, processes: int) -> Callable[[Task], Any]:
         held_bytes = 0
         if processes:
             held_bytes = HELD_BYTES // processes
         lab = Lab(self.setup, self.folder, held_bytes, self.watch, self.group)
 
-        def work(task: Cell | Training) -> Any:
+        def work(task: Task) -> Any:
             if isinstance(task, Training):
                 return lab.trained(task)
+            if isinstance(task, Drawing):
+                return lab.draw(task.cell)
             return lab.run(task)
 
-        return work
+        def forgiving(task: Task) -> Any:
+            try:
+                return work(task)
+            except Exception as error:
+                return Failed(message(error))
+
+        return work if self.watch is not None else forgiving
 
 
 def _executor(cells: Sequence[Cell], setup: Setup, workers: int, ray: str | None) -> Executor:
@@ -164,44 +204,44 @@ def _executor(cells: Sequence[Cell], setup: Setup, workers: int, ray: str | None
     return Here()
 
 
-def _run(cells: Sequence[Cell], start: _Start, executor: Executor) -> Iterator[tuple[Cell, Records]]:
-    """Run cells side by side; then those that are timed, one at a time; then those in processes of their own."""
-    if not cells:
+def _run(agenda: Agenda, start: _Start, executor: Executor) -> None:
+    """Run cells side by side; then those that are timed, one at a time; then those in processes of their own.
+
+    A cell that fails stops its own plan only, unless nothing has run yet; it is named at the end.
+    """
+    if not (agenda.tasks or agenda.timed or agenda.alone):
         return
     watch = start.watch or Listener()
-    free = [cell for cell in cells if not cell.timed]
-    timed = [cell for cell in cells if cell.timed and not cell.alone]
+    failed: list[str] = []
+    ran = 0
+
+    def take(task: Task, result: Any) -> None:
+        nonlocal ran
+        if isinstance(result, Failed):
+            failed.append(f"{task}: {result.text}")
+            watch.note(f"failed: {failed[-1]}")
+            if not ran:
+                raise WorkerError(result.text)
+        elif isinstance(task, Cell):
+            ran += 1
+            agenda.done(task, result)
+            watch.grow(len(agenda.works))
+
     with executor:
         if executor.about():
             watch.note(executor.about())
-        for task, result in executor.run([*_trainings(free, start.setup), *free], start, _data_of):
-            if isinstance(task, Cell):
-                yield task, result
-        yield from executor.run_in_turn(timed, start)
-        for cell in cells:
-            if cell.alone:
-                watch.note(f"{cell} in a process of its own")
-                yield from executor.run_fresh([cell], start)
-
-
-def _trainings(cells: Sequence[Cell], setup: Setup) -> list[Training]:
-    """Return the trainings of the cells' generators: they run first, side by side, before any cell waits for one."""
-    found = (training_of(cell, setup) for cell in cells)
-    return list(dict.fromkeys(training for training in found if training is not None))
-
-
-def _data_of(task: Cell | Training) -> Any:
-    """Return the same for tasks that read the same data."""
-    if isinstance(task, Training):
-        return task
-    return task.stream
-
-
-def _by_stream(todo: Sequence[Cell], cells: Sequence[Cell]) -> list[Cell]:
-    """Return the cells to run such that those of a stream follow one another, streams in the order of `cells`."""
-    streams = list(dict.fromkeys(cell.stream for cell in cells))
-    place = {stream: i for i, stream in enumerate(streams)}
-    return sorted(todo, key=lambda cell: place[cell.stream])
+        for task, result in executor.run(agenda.tasks, start):
+            take(task, result)
+        for task, result in executor.run_in_turn(agenda.timed, start):
+            take(task, result)
+        for cell in agenda.alone:
+            watch.note(f"{cell} in a process of its own")
+            for task, result in executor.run_fresh([cell], start):
+                take(task, result)
+    if failed:
+        raise WorkerError(
+            f"{len(failed)} tasks failed, the first was {failed[0]}; finished cells are kept, the same command resumes"
+        )
 
 
 def _check_needs(cells: Sequence[Cell], setup: Setup) -> None:

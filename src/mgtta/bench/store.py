@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mgtta.evaluation.record import complete_records
 
@@ -17,6 +17,8 @@ class Store:
         if Path(folder).is_file():
             raise NotADirectoryError(f"{folder} is a file: name a folder for the records")
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._known: set[str] = set()  # keys of complete cells in the first bytes of the file
+        self._known_bytes = 0
 
     def add(self, cell: str, records: list[dict[str, Any]]) -> bool:
         """Append a cell's records, all or none; return False if another run has written the cell already."""
@@ -24,16 +26,27 @@ class Store:
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
         with open(self.path, "ab+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            content = file.read()
-            if cell in complete_records(content):
+            whole = self._look(file)
+            if cell in self._known:
                 return False
-            if content and not content.endswith(b"\n"):  # a kill has cut the last line short
+            if not whole:  # a kill has cut the last line short
                 text = "\n" + text
-            file.write(text.encode())
+            self._known_bytes += file.write(text.encode())
+            self._known.add(cell)
             file.flush()
             os.fsync(file.fileno())
         return True
+
+    def _look(self, file: IO[bytes]) -> bool:
+        """Take in what others have written since the last look; return False if the last line has no end."""
+        if file.seek(0, os.SEEK_END) < self._known_bytes:  # it is another file now
+            self._known = set()
+            self._known_bytes = 0
+        file.seek(max(0, self._known_bytes - 1))
+        content = file.read()
+        self._known |= complete_records(content).keys()
+        self._known_bytes = file.tell()
+        return not content or content.endswith(b"\n")
 
     def records(self) -> list[dict[str, Any]]:
         """Return the records of all complete cells."""

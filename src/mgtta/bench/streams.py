@@ -12,8 +12,8 @@ from statistics import mean
 from typing import Any
 
 from mgtta._lib.errors import unknown
-from mgtta.bench.cells import Cell, Options
-from mgtta.bench.sweep import rates
+from mgtta.bench.cells import SWEEP, Cell, Options
+from mgtta.bench.sweep import Plan, rates
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS
 from mgtta.data.streams import GRADUAL
 from mgtta.methods.registry import Recipe, recipe
@@ -84,6 +84,15 @@ def wrapped(chosen: Recipe, given: Sequence[tuple[str, Any]]) -> tuple[Settings,
     return tuple(sorted(settings.items())), tuple(without)
 
 
+def joint_tuning(cells: list[Cell], o: Options) -> Plan:
+    """Return a plan that returns a method's cells with learning rate and pull chosen for all kinds of stream."""
+    tries = stream_tries(dataclasses.replace(o, methods=[cells[0].method]))
+    if not tries:
+        return cells
+    records = yield tries
+    return tuned_jointly(cells, records)
+
+
 def stream_tries(o: Options) -> list[Cell]:
     """Return cells that try learning rates and pulls of each method over all kinds of validation stream.
 
@@ -91,7 +100,7 @@ def stream_tries(o: Options) -> list[Cell]:
     """
     validation = dataclasses.replace(o, corruptions=VALIDATION_CORRUPTIONS, seeds=1)
     return [
-        dataclasses.replace(cell, experiment="sweep", split="validation", settings=tried)
+        dataclasses.replace(cell, experiment=SWEEP, split="validation", settings=tried)
         for cell in streams(validation)
         for tried in _tries(cell, o)
     ]

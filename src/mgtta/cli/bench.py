@@ -1,4 +1,4 @@
-"""`mgtta bench`: an experiment of the paper, by `mgtta.bench.run.run_experiment`."""
+"""`mgtta bench`: experiments of the paper, by `mgtta.bench.run.run_experiments`."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -42,11 +42,12 @@ EXPERIMENTS = (  # the names in mgtta.bench.experiments, which imports torch
     "all",
 )
 ALL = "all"
+SWEEP = "sweep"
 BATCH_SIZE = 64
 QUICK_IMAGES = 64  # per domain
 STOPPED_CODE = 130  # 128 + SIGINT
 
-Experiment = Annotated[str, typer.Argument(help=", ".join(EXPERIMENTS))]
+Experiments = Annotated[list[str], typer.Argument(metavar="EXPERIMENT...", help=", ".join(EXPERIMENTS))]
 Methods = Annotated[
     str, typer.Option(help="Names, separated by commas; see `mgtta list`. all: each that the network can run.")
 ]
@@ -61,6 +62,12 @@ Generator = Annotated[
     str, typer.Option(help="The generator of mgtta: a shipped one's name, a file, or `train` to train one.")
 ]
 Images = Annotated[int | None, typer.Option(min=1, help="Images per domain; by default all.")]
+Limit = Annotated[
+    list[str],
+    typer.Option(
+        help="NAME=IMAGES: fewer images per domain for an experiment, `sweep`, a method, or EXPERIMENT/METHOD; 0: none."
+    ),
+]
 Frost = Annotated[
     Path | None, typer.Option(help="Folder of images for frost, such as the published ones; by default generated.")
 ]
@@ -91,7 +98,7 @@ Profile = Annotated[bool, typer.Option("--profile", help="Show where the time go
 
 def bench(
     context: typer.Context,
-    experiment: Experiment,
+    experiments: Experiments,
     out: Out = Path("runs"),
     methods: Methods = "noadapt,tent,mgtta",
     seeds: Seeds = 1,
@@ -106,6 +113,7 @@ def bench(
     source: Source = None,
     generator: Generator = "imagenet",
     images: Images = None,
+    limit: Limit = [],
     corruptions: Corruptions = "",
     frost_textures: Frost = None,
     constants: Constants = "imagenet",
@@ -125,7 +133,7 @@ def bench(
     profile: Profile = False,
     timeout: Timeout = 300.0,
 ) -> None:
-    """Run an experiment of the paper; write records to a folder, and print a table."""
+    """Run experiments of the paper; write records to a folder, and print a table."""
     from mgtta._lib.ranks import ranks_of
     from mgtta.bench.experiments import Options, Setup
     from mgtta.bench.store import Store
@@ -136,15 +144,16 @@ def bench(
     how: dict[str, Any] = {"device": _device(device, tf32), "tf32": tf32, "precision": precision, "profile": profile}
     weights = _text(checkpoint)
     setup = Setup(model, weights, data, validation, source, generator, images, **how, **scored)
-    amount = _amount(quick, corruptions, seconds, images, data) | _of_streams(experiment, set_, single, rounds)
-    options = Options(_methods(methods, setup), seeds, _variants(variant, experiment, data), generator, **amount)
+    amount = _amount(quick, corruptions, seconds, images, data) | _of_streams(experiments, set_, single, rounds)
+    amount["limits"] = [_limit(text) for text in limit]
+    options = Options(_methods(methods, setup), seeds, _variants(variant, experiments, data), generator, **amount)
     store = Store(out)
     group = process_group(context, device, timeout)
     more = {"sweep": sweep, "workers": workers, "process_group": group, "ray": ray}
     first = ranks_of(group).first
-    records = _run(experiment, options, setup, store, json, first, more)
+    records = _run(experiments, options, setup, store, json, first, more)
     if first and not json:
-        _print(records, profile, f"{len(records)} records of {experiment} are in {store.path}")
+        _print(records, profile, f"{len(records)} records of {', '.join(experiments)} are in {store.path}")
 
 
 def _methods(text: str, setup: Any) -> list[str]:
@@ -176,15 +185,23 @@ def _device(device: str | None, tf32: bool) -> str:
     return found
 
 
-def _variants(variant: list[str], experiment: str, data: str | None) -> Sequence[tuple[str, str]]:
+def _limit(text: str) -> tuple[str, int]:
+    """Return name and images of NAME=IMAGES."""
+    name, _, images = text.partition("=")
+    if not name or not images.isdecimal() or (name == SWEEP and not int(images)):
+        raise ValueError(f"--limit takes NAME=IMAGES, such as small-batch=96, not {text!r}")
+    return name, int(images)
+
+
+def _variants(variant: list[str], experiments: list[str], data: str | None) -> Sequence[tuple[str, str]]:
     """Return (name, images) of each variant; for the characters, those that the package renders."""
-    from mgtta.bench import experiments
+    from mgtta.bench.experiments import variant as named
     from mgtta.data.glyphs import STAND_INS
 
-    found = [experiments.variant(text) for text in variant]
+    found = [named(text) for text in variant]
     if not found and data is None:
         found = [(name, name) for name in STAND_INS]
-    if not found and experiment == "all":
+    if not found and ALL in experiments:
         typer.echo("variants are left out: no --variant names their images", err=True)
     return found
 
@@ -208,20 +225,22 @@ def _amount(quick: bool, corruptions: str, seconds: str, images: int | None, dat
     return amount
 
 
-def _of_streams(experiment: str, pairs: list[str], single: int | None, rounds: int | None) -> dict[str, Any]:
+def _of_streams(experiments: list[str], pairs: list[str], single: int | None, rounds: int | None) -> dict[str, Any]:
     """Return what was given for the experiment `streams`; an error if another one is asked for."""
     found = {"wrappers": tuple(settings(pairs).items()), "single": single, "rounds": rounds}
     given = {name: value for name, value in found.items() if value}
-    if given and experiment not in ("streams", "all"):
+    if given and not {"streams", ALL}.intersection(experiments):
         raise ValueError("--set, --single and --rounds belong to `mgtta bench streams`: leave them out")
     return given
 
 
-def _run(experiment: str, options: Any, setup: Any, store: Any, json: bool, first: bool, more: dict[str, Any]) -> Any:
-    """Return the records of an experiment. The first rank shows how far it is; Ctrl-C ends it with a message."""
+def _run(
+    experiments: list[str], options: Any, setup: Any, store: Any, json: bool, first: bool, more: dict[str, Any]
+) -> Any:
+    """Return the records of experiments. The first rank shows how far it is; Ctrl-C ends it with a message."""
     from mgtta.bench.resources import Listener
-    from mgtta.bench.run import run_experiment
-    from mgtta.cli.progress import Bars, Lines
+    from mgtta.bench.run import run_experiments
+    from mgtta.cli.progress import Lines, shown_progress
 
     out = store.path.parent
     shown: Any
@@ -230,10 +249,10 @@ def _run(experiment: str, options: Any, setup: Any, store: Any, json: bool, firs
     elif json:
         shown = Lines(out)
     else:
-        shown = Bars()
+        shown = shown_progress()
     try:
         with shown as watch:
-            return run_experiment(experiment, options, setup, store, watch=watch, **more)
+            return run_experiments(experiments, options, setup, store, watch=watch, **more)
     except KeyboardInterrupt:
         done = len(store.cells())
         typer.echo(f"stopped: {done} finished cells are in {out}; the same command resumes", err=True)

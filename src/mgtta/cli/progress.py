@@ -37,9 +37,14 @@ class Bars(Listener):
         self.progress.stop()
 
     def start(self, title: str, cells: int, finished: int) -> None:
-        self.finished = finished
+        self.finished = 0
         self.total = cells
         self.task = self.progress.add_task(title, total=cells, completed=finished, now="")
+
+    def grow(self, cells: int) -> None:
+        self.total = cells
+        if self.task is not None:
+            self.progress.update(self.task, total=cells)
 
     def note(self, text: str) -> None:
         self._show(text)
@@ -59,8 +64,8 @@ class Bars(Listener):
         self._show(f"{spelled(cell.method)} on {record.domain}{accuracy}{speed}", part)
 
     def cell(self, cell: Cell, records: list[dict[str, Any]], fresh: bool) -> None:
+        self.finished += 1
         if fresh:
-            self.finished += 1
             self._show(_result(cell, records))
 
     def _show(self, text: str, part: float = 0.0) -> None:
@@ -72,6 +77,7 @@ class Log(Listener):
     """Print a line of text to standard error for each finished cell: for a log, where a bar cannot be drawn."""
 
     def __init__(self) -> None:
+        self.began = time.monotonic()
         self.title = ""
         self.finished = 0
         self.total = 0
@@ -84,13 +90,21 @@ class Log(Listener):
 
     def start(self, title: str, cells: int, finished: int) -> None:
         self.title = title
+        self.finished = 0
         self.total = cells
-        self.finished = finished
+
+    def grow(self, cells: int) -> None:
+        self.total = cells
+
+    def note(self, text: str) -> None:
+        print(f"{self.title}: {text}", file=sys.stderr, flush=True)
 
     def cell(self, cell: Cell, records: list[dict[str, Any]], fresh: bool) -> None:
+        self.finished += 1
         if fresh:
-            self.finished += 1
-            print(f"{self.title} {self.finished}/{self.total}: {_result(cell, records)}", file=sys.stderr, flush=True)
+            seconds = time.monotonic() - self.began
+            now = f"{self.finished}/{self.total}: {_result(cell, records)}"
+            print(f"{self.title} {now} ({cell.experiment}, {seconds:.0f} s)", file=sys.stderr, flush=True)
 
 
 def shown_progress() -> Bars | Log:

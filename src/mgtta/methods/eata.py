@@ -6,17 +6,17 @@ Notation    w  Fisher importance; theta_o  the source's parameters; beta = fishe
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mgtta.adaptation.method import OptimizerFactory
 from mgtta.methods._descent import Descent
+from mgtta.methods._reliable import forgetting, importance_of
 from mgtta.methods.eta import CODE, ETA, PAPER
 from mgtta.methods.registry import FISHER, register
 from mgtta.models.classifier import Classifier
-from mgtta.models.fisher import Fisher, as_fisher
+from mgtta.models.fisher import Fisher
 
 
 @register(
@@ -51,22 +51,11 @@ class EATA(ETA):
     ):
         super().__init__(model, optimizer, margin=margin, redundancy=redundancy)
         self.fisher_weight = fisher_weight
-        values = as_fisher(fisher, model.name, self.fingerprint).values
-        unknown = [name for name in self.adapted if name not in values]
-        if unknown:
-            raise ValueError(f"Fisher information is of norm parameters, and {unknown[0]} is none of them: take eta")
-        found = [values[name].to(p) for name, p in self.adapted.items()]
-        self.importance = nn.ParameterList(nn.Parameter(w, requires_grad=False) for w in found)
+        self.importance = importance_of(self, fisher)
 
     def objective(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
         return super().objective(logits, features) + self.forgetting()  # Eq. 8
 
     def forgetting(self) -> Tensor:
         """Return beta * R: the squared distance from the source, weighed by importance (Eq. 7)."""
-        moved = _flat(self.adapted.values()) - _flat(self.origin)
-        return self.fisher_weight * (_flat(self.importance) * moved.square()).sum()
-
-
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    """Return all values as one vector, with which a GPU does in a few steps what would take hundreds."""
-    return torch.cat([t.flatten() for t in tensors])
+        return self.fisher_weight * forgetting(self, self.importance)

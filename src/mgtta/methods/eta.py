@@ -11,23 +11,21 @@ Notation    E  entropy of one prediction; E_0 = margin * ln C; eps = redundancy;
             m  moving average of the kept probabilities
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
 
 from mgtta.adaptation.method import OptimizerFactory
 from mgtta.adaptation.objective import ObjectiveMethod
 from mgtta.adaptation.step import Pass
 from mgtta.losses import entropy
 from mgtta.methods._descent import Descent
+from mgtta.methods._reliable import MOMENTUM, is_kept, weight_of
 from mgtta.methods.registry import Paper, register
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import norm_parameters
 
-MOMENTUM = 0.9  # of m
 CODE = "github.com/mr-eggplant/EATA; for ViTs github.com/mr-eggplant/SAR"
 PAPER = Paper("Efficient Test-Time Model Adaptation without Forgetting", "2204.02610")
 
@@ -67,7 +65,7 @@ class ETA(ObjectiveMethod):
 
     def objective(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
         E = self.uncertainty(logits)
-        weight = (self.margin * math.log(logits.shape[1]) - E.detach()).exp()  # Eq. 3
+        weight = weight_of(E, logits.shape[1], self.margin)
         return self._mean_of_kept((weight * E)[:, None], self.kept(logits))[0]  # Eq. 2
 
     def teaches(self, logits: Tensor) -> Tensor:
@@ -80,14 +78,8 @@ class ETA(ObjectiveMethod):
     def kept(self, logits: Tensor) -> Tensor:
         """Where S(x) > 0 (Eq. 6): (N,) of bool."""
         logits = logits.detach()
-        classes = logits.shape[1]
-        reliable = self.uncertainty(logits) < self.margin * math.log(classes)  # Eq. 3
-        eps = self.redundancy
-        if eps is None:
-            eps = redundancy_for(classes)
-        m = self._average(logits)
-        similarity = cosine_similarity(logits.softmax(-1), m[None], dim=1)
-        return reliable & ((similarity < eps) | ~m.any())  # Eq. 5
+        E = self.uncertainty(logits)
+        return is_kept(E, logits.softmax(-1), self._average(logits), self.margin, self.redundancy)
 
     @torch.no_grad()
     def learned(self, seen: Pass, made: Tensor | bool = True) -> None:
@@ -110,9 +102,3 @@ class ETA(ObjectiveMethod):
         assert found is not None  # a batch has at least one image, on some rank
         share = found[-1]
         return found[:-1] / torch.where(share > 0, share, 1)
-
-
-def redundancy_for(classes: int) -> float:
-    """Return eps for a number of classes: 0.05 for 1,000, 0.4 for 10, and a power of the number through both."""
-    power = math.log(0.4 / 0.05) / math.log(1000 / 10)
-    return 0.05 * (1000 / classes) ** power

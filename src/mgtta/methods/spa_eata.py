@@ -6,17 +6,17 @@ loss also stands before this term, and the term counts when no image is kept.
 
 import os
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mgtta.adaptation.method import OptimizerFactory
 from mgtta.methods._descent import Descent
+from mgtta.methods._reliable import forgetting, importance_of
 from mgtta.methods.eta import PAPER as ETA_PAPER
 from mgtta.methods.registry import FISHER, register
 from mgtta.methods.spa import PAPER
 from mgtta.methods.spa_eta import CODE, RESNETS, SPAETA
 from mgtta.models.classifier import Classifier
-from mgtta.models.fisher import Fisher, as_fisher
+from mgtta.models.fisher import Fisher
 
 
 @register(
@@ -66,15 +66,11 @@ class SPAEATA(SPAETA):
             noise_lr=noise_lr,
             seed=seed,
         )
-        values = as_fisher(fisher, model.name, self.fingerprint).values
-        found = [values[name].to(p) for name, p in self.adapted.items()]
-        self.importance = nn.ParameterList(nn.Parameter(w, requires_grad=False) for w in found)
+        self.importance = importance_of(self, fisher)
         self.fisher_weight = fisher_weight
 
     def eta(self, logits: Tensor) -> Tensor:
         """Return the weighted loss of EATA."""
-        terms = zip(self.importance, self.adapted.values(), self.origin, strict=True)
-        forgetting = torch.stack([(w * (p - p_o).square()).sum() for w, p, p_o in terms]).sum()  # Eq. 7
-        loss = self.eta_weight * self.fisher_weight * forgetting
+        loss = self.eta_weight * self.fisher_weight * forgetting(self, self.importance)
         entropy = super().eta(logits)
         return loss if entropy is None else loss + entropy

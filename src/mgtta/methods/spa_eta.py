@@ -5,24 +5,18 @@ ln C and the rest are those of the released system. See spa.py and eta.py; numbe
 `redundancy` follows the number of classes, as in eta.py.
 """
 
-import math
-
 import torch
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
 
 from mgtta.adaptation.method import OptimizerFactory
 from mgtta.adaptation.step import Pass
 from mgtta.losses import entropy
 from mgtta.methods._descent import Descent
+from mgtta.methods._reliable import MOMENTUM, is_kept, weight_of
 from mgtta.methods.eta import PAPER as ETA_PAPER
-from mgtta.methods.eta import redundancy_for
 from mgtta.methods.registry import register
 from mgtta.methods.spa import PAPER, SPA
 from mgtta.models.classifier import Classifier
-
-PROBS_MOMENTUM = 0.9  # of the average of the kept predictions
-
 
 CODE = "github.com/mr-eggplant/SPA"
 RESNETS = {"lr": 2.5e-3, "predictor_lr": 0.025, "mask_ratio": 0.1, "noise_ratio": 0.1}  # as in spa.py
@@ -81,20 +75,15 @@ class SPAETA(SPA):
         kept = self.kept(logits)
         if not kept.any():
             return None
-        weight = (self.margin * math.log(logits.shape[1]) - E.detach()).exp()  # Eq. 3
+        weight = weight_of(E, logits.shape[1], self.margin)
         return self.eta_weight * (weight * E)[kept].mean()
 
     def kept(self, logits: Tensor) -> Tensor:
         """Return which images are reliable (Eq. 3) and not redundant (Eq. 5): (N,) of bool."""
         logits = logits.detach()
-        reliable = entropy(logits) < self.margin * math.log(logits.shape[1])
-        if not len(self.probs):
-            return reliable
-        eps = self.redundancy
-        if eps is None:
-            eps = redundancy_for(logits.shape[1])
-        similarity = cosine_similarity(logits.softmax(-1), self.probs[None], dim=1)
-        return reliable & (similarity < eps)
+        p = logits.softmax(-1)
+        m = self.probs if len(self.probs) else torch.zeros_like(p[0])
+        return is_kept(entropy(logits), p, m, self.margin, self.redundancy)
 
     def adapt(self, x: Tensor) -> Pass:
         before = self.engine.updates
@@ -111,5 +100,5 @@ class SPAETA(SPA):
             return
         probs = logits[kept].softmax(-1).mean(0)
         if len(self.probs):
-            probs = PROBS_MOMENTUM * self.probs + (1 - PROBS_MOMENTUM) * probs
+            probs = MOMENTUM * self.probs + (1 - MOMENTUM) * probs
         self.probs = probs

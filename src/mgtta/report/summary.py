@@ -168,10 +168,10 @@ class Section:
 
     @cached_property
     def rows(self) -> dict[str, str]:
-        """Row -> method, in the order of the recipes."""
+        """Row -> method, in the order of the recipes; one that has two sets of settings stands twice."""
         found = {self.names[id(record)]: str(record["method"]) for record in self.records}
         order = list(recipes())
-        return dict(sorted(found.items(), key=lambda item: place(order, item[1])))
+        return dict(sorted(found.items(), key=lambda item: (place(order, item[1].partition("@")[0]), item[1])))
 
     @cached_property
     def shared(self) -> list[Record]:

@@ -1,5 +1,6 @@
 """Tables in markdown and in LaTeX."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from mgtta.report.paired import differences
@@ -41,15 +42,20 @@ def markdown(records: Sequence[Record], figure: str | None = None) -> str:
     A table has its title if there are several tables, or if it does not show accuracy.
     """
     found = sections(records)
-    return "\n\n".join(_titled(section, figure, len(found) > 1) + _markdown_table(section, figure) for section in found)
+    titles = Counter(section.title for section in found)
+    return "\n\n".join(_titled(section, figure, titles) + _markdown_table(section, figure) for section in found)
 
 
-def _titled(section: Section, figure: str | None, several: bool) -> str:
+def _titled(section: Section, figure: str | None, titles: Counter[str]) -> str:
+    """Return the section's title where it is needed, and what else tells it from sections of the same title."""
     figure = figure or section.figure
+    title = section.title
+    if titles[title] > 1:
+        title += f". {_markdown(footing_words(section))}"
     if figure != "top1":
-        return f"{section.title}: {figure_words(figure)}\n\n"
-    if several:
-        return f"{section.title}\n\n"
+        return f"{title}: {figure_words(figure)}\n\n"
+    if len(titles) > 1 or titles[section.title] > 1:
+        return f"{title}\n\n"
     return ""
 
 

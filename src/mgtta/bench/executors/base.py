@@ -3,17 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from mgtta.bench.executors.tasks import Tasks
+
 Work = Callable[[Any], Any]  # a task -> its result
 Start = Callable[[int], Work]
-Kin = Callable[[Any], Any]
 
 
 class WorkerError(RuntimeError):
     """A task failed in another process, or its process died."""
-
-
-def no_kin(task: Any) -> None:
-    """Say that no two tasks share data."""
 
 
 class Executor(Protocol):
@@ -31,11 +28,8 @@ class Executor(Protocol):
     def about(self) -> str:
         """Return a description of the place; empty for this machine."""
 
-    def run(self, tasks: Sequence[Any], start: Start, kin: Kin = no_kin) -> Iterator[tuple[Any, Any]]:
-        """Run tasks side by side, as many as there is room for.
-
-        kin: tasks of the same kin share data; a process that has run one takes the others, where it can.
-        """
+    def run(self, tasks: Tasks, start: Start) -> Iterator[tuple[Any, Any]]:
+        """Run tasks side by side, as many as there is room for; who reads the results may add others meanwhile."""
 
     def run_in_turn(self, tasks: Sequence[Any], start: Start) -> Iterator[tuple[Any, Any]]:
         """Run one task at a time, with nothing beside it: its time is measured."""

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from mgtta.bench.executors.base import Kin, Start, Work, begin, no_kin
+from mgtta.bench.executors.base import Start, Work, begin
 from mgtta.bench.executors.pool import spread
+from mgtta.bench.executors.tasks import Tasks
 
 
 class Here:
@@ -23,8 +24,11 @@ class Here:
     def about(self) -> str:
         return ""
 
-    def run(self, tasks: Sequence[Any], start: Start, kin: Kin = no_kin) -> Iterator[tuple[Any, Any]]:
-        return self.run_in_turn(tasks, start)
+    def run(self, tasks: Tasks, start: Start) -> Iterator[tuple[Any, Any]]:
+        last = None
+        while tasks:
+            last = tasks.take(last)
+            yield from self.run_in_turn([last], start)
 
     def run_in_turn(self, tasks: Sequence[Any], start: Start) -> Iterator[tuple[Any, Any]]:
         for task in tasks:
@@ -36,4 +40,4 @@ class Here:
         import torch
 
         for task in tasks:
-            yield from spread([task], partial(begin, start, 0, torch.get_num_threads()), workers=1)
+            yield from spread(Tasks([task]), partial(begin, start, 0, torch.get_num_threads()), workers=1)

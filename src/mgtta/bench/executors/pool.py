@@ -1,46 +1,56 @@
 """A pool of processes: each result as it comes, and a process that dies is named."""
 
+import math
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from mgtta.bench.executors.base import Kin, Work, WorkerError, message, no_kin
+from mgtta.bench.executors.base import Work, WorkerError, message
+from mgtta.bench.executors.tasks import Tasks
 
 
 def spread(
-    tasks: Sequence[Any], start: Callable[[], Work], workers: int, kin: Kin = no_kin
+    tasks: Tasks, start: Callable[[], Work], workers: int, seconds: float | None = None
 ) -> Iterator[tuple[Any, Any]]:
     """Yield (task, result) for every task, as they finish; stopping early stops the workers.
 
     Args:
+        tasks: who reads the results may add others meanwhile. A worker takes next, where it can, one of the same kin as
+            its last, whose data it still holds.
         start: called once in each process; it returns the function that is called with each task.
-        kin: a worker takes next, where it can, a task of the same kin as its last, whose data it still holds.
+        seconds: a TimeoutError is raised after so many; by default never.
     """
-    waiting = list(tasks)
+    ends = math.inf if seconds is None else time.monotonic() + seconds
     processes: dict[Connection, Any] = {}
-    busy: dict[Connection, Any] = {}  # connection -> task
+    free: dict[Connection, Any] = {}  # connection -> its last task
+    busy: dict[Connection, Any] = {}  # connection -> its task
 
-    def give(connection: Connection, last: Any = None) -> None:
-        if waiting:
-            own = (i for i, task in enumerate(waiting) if last is not None and kin(task) == kin(last))
-            busy[connection] = waiting.pop(next(own, 0))
+    def give() -> None:
+        _start_processes(processes, free, start, min(workers - len(processes), len(tasks) - len(free)))
+        for connection in list(free)[: len(tasks)]:
+            in_hand = {tasks.kin(task) for task in busy.values()}
+            busy[connection] = tasks.take(free.pop(connection), in_hand)
             with suppress(BrokenPipeError):  # it is dead, which the next reading tells
                 connection.send(busy[connection])
 
     try:
-        _start_processes(processes, start, min(workers, len(tasks)))
-        for connection in processes:
-            give(connection)
+        give()
         while busy:
-            ready = wait(list(busy))
+            ready = wait(list(busy), _seconds_until(ends))
+            if not ready:
+                raise TimeoutError(f"{seconds:.0f} seconds are over")
             for connection in [c for c in busy if c in ready]:
-                task = busy.pop(connection)
-                yield task, _answer(connection, processes[connection], task)
-                give(connection, task)
+                task = busy[connection]
+                result = _answer(connection, processes[connection], task)
+                free[connection] = busy.pop(connection)
+                give()  # before the result is looked at, so that nobody waits for that
+                yield task, result
+            give()
     finally:
         for connection, process in processes.items():
             connection.close()
@@ -48,14 +58,26 @@ def spread(
             process.join()
 
 
-def _start_processes(processes: dict[Connection, Any], start: Callable[[], Work], count: int) -> None:
-    """Start the processes, each entered as soon as it exists, so that the caller can stop them."""
+def _seconds_until(ends: float) -> float | None:
+    """Return the seconds until a moment, at least 0; None if it never comes."""
+    if ends == math.inf:
+        return None
+    return max(0.0, ends - time.monotonic())
+
+
+def _start_processes(
+    processes: dict[Connection, Any], free: dict[Connection, Any], start: Callable[[], Work], count: int
+) -> None:
+    """Start so many more processes, each entered as soon as it exists, so that the caller can stop them."""
+    if count <= 0:
+        return
     context = get_context("spawn")
     with _ignored_interrupts():
         for _ in range(count):
             connection, theirs = context.Pipe()
             processes[connection] = context.Process(target=_work, args=(theirs, start), daemon=True)
             processes[connection].start()
+            free[connection] = None
             theirs.close()
 
 

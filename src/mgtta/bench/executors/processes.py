@@ -1,12 +1,13 @@
 """Tasks in worker processes of this machine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from mgtta.bench.executors.base import Kin, Start, begin, no_kin
+from mgtta.bench.executors.base import Start, begin
 from mgtta.bench.executors.here import Here
 from mgtta.bench.executors.pool import spread
+from mgtta.bench.executors.tasks import Tasks
 
 
 class Processes(Here):
@@ -16,5 +17,5 @@ class Processes(Here):
         super().__init__()
         self.workers = workers
 
-    def run(self, tasks: Sequence[Any], start: Start, kin: Kin = no_kin) -> Iterator[tuple[Any, Any]]:
-        return spread(tasks, partial(begin, start, self.workers, 1), self.workers, kin)
+    def run(self, tasks: Tasks, start: Start) -> Iterator[tuple[Any, Any]]:
+        return spread(tasks, partial(begin, start, self.workers, 1), self.workers)

@@ -12,7 +12,8 @@ from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
 
-from mgtta.bench.executors.base import Kin, Start, Work, WorkerError, begin, message, no_kin
+from mgtta.bench.executors.base import Start, Work, WorkerError, begin, message
+from mgtta.bench.executors.tasks import Tasks
 
 RETRIES = 3  # of a task whose process or machine is lost
 HERE = "auto"  # the cluster that this machine belongs to, or a new one of this machine only
@@ -41,21 +42,21 @@ class OnRay:
     def about(self) -> str:
         return self._about
 
-    def run(self, tasks: Sequence[Any], start: Start, kin: Kin = no_kin) -> Iterator[tuple[Any, Any]]:
+    def run(self, tasks: Tasks, start: Start) -> Iterator[tuple[Any, Any]]:
         return spread_on_ray(tasks, self._begun(start), gpus=self.gpus)
 
     def run_in_turn(self, tasks: Sequence[Any], start: Start) -> Iterator[tuple[Any, Any]]:
-        return spread_on_ray(tasks, self._begun(start), gpus=self.gpus, at_once=1)
+        return spread_on_ray(Tasks(tasks), self._begun(start), gpus=self.gpus, at_once=1)
 
     def run_fresh(self, tasks: Sequence[Any], start: Start) -> Iterator[tuple[Any, Any]]:
-        return spread_on_ray(tasks, partial(begin, start, 0, 1), gpus=self.gpus, at_once=1, fresh=True)
+        return spread_on_ray(Tasks(tasks), partial(begin, start, 0, 1), gpus=self.gpus, at_once=1, fresh=True)
 
     def _begun(self, start: Start) -> Callable[[], Work]:
         return partial(begin, start, tasks_of_a_machine(gpus=self.gpus), 1)
 
 
 def spread_on_ray(
-    tasks: Sequence[Any],
+    tasks: Tasks,
     start: Callable[[], Work],
     *,
     cpus: float = 1,
@@ -66,6 +67,7 @@ def spread_on_ray(
     """Yield (task, result) for every task, as they finish. For use inside `connected`, whose end stops the rest.
 
     Args:
+        tasks: who reads the results may add others meanwhile.
         start: called once in each process; it returns the function that is called with each task.
         cpus, gpus: what a task declares to need.
         at_once: tasks at a time; by default as many as the cluster has room for.
@@ -76,11 +78,10 @@ def spread_on_ray(
     blob = ray.put(ray.cloudpickle.dumps(start))
     options: dict[str, Any] = {"num_cpus": cpus, "num_gpus": gpus, "max_retries": RETRIES, "max_calls": int(fresh)}
     remote = ray.remote(**options)(_work)
-    waiting = list(tasks)
     running: dict[Any, Any] = {}  # reference -> task
-    while waiting or running:
-        while waiting and (at_once is None or len(running) < at_once):
-            task = waiting.pop(0)
+    while tasks or running:
+        while tasks and (at_once is None or len(running) < at_once):
+            task = tasks.take()
             running[remote.options(name=str(task)).remote(os.getcwd(), sys.argv, blob, task)] = task
         [done], _ = ray.wait(list(running), num_returns=1)
         task = running.pop(done)
