@@ -51,7 +51,8 @@ class Guard:
             method is trusted again when the harm is below minus half of it.
         doubt: the share of the tolerance above which there is doubt.
         window: images over which harm is estimated, at most.
-        every: images between two questions to the source where nothing calls for one earlier, at most.
+        every: images between two questions to the source where nothing calls for one earlier, at most; of large
+            batches, later, a quarter of the images so far.
         slower: factor on the learning rate at each alarm.
     """
 
