@@ -53,14 +53,14 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def times(rows: list[dict[str, Any]]) -> list[str]:
-    """Return what the guard costs in time, for the rows of cells that ran alone: one line for each command and device."""
+    """Return what the guard costs in time, for the rows of cells that ran alone: a line for each command and device."""
     found = []
     for command, device in sorted({(row["command"], row["device"]) for row in rows}):
         ratios = [row["time"] for row in rows if (row["command"], row["device"]) == (command, device)]
         found.append(
-            f"- Time of the guarded method over the plain one, same run, batches in turn, benign streams of {IMAGES:,} "
-            f"images: {statistics.fmean(ratios):.3f} on average, {statistics.median(ratios):.3f} in the median, at most "
-            f"{max(ratios):.3f} ({len(ratios)} cells, {device}; `{command}`)."
+            f"- Time of the guarded method over the plain one, same run, batches in turn, benign streams of "
+            f"{IMAGES:,} images: {statistics.fmean(ratios):.3f} on average, {statistics.median(ratios):.3f} in the "
+            f"median, at most {max(ratios):.3f} ({len(ratios)} cells, {device}; `{command}`)."
         )
     return found
 
