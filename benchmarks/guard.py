@@ -190,7 +190,7 @@ def work(job: tuple[Cell, bool, Settings, float | None]) -> dict[str, Any]:
 def measure(args: argparse.Namespace) -> None:
     path = args.out / "guard.jsonl"
     rows = read_lines(path)
-    changed = CHANGED if args.what == "settings" else ({},)
+    changed = CHANGED if args.what == "settings" and not args.alone else ({},)
     earlier = known(args)
     jobs = [(cell, args.alone, settings, earlier.get(cell)) for settings in changed for cell in cells(args)]
     done = [(row["data"], [row["method"], row["rate"], row["stream"]], row["alone"], row["settings"]) for row in rows]

@@ -53,15 +53,16 @@ def summary(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def times(rows: list[dict[str, Any]]) -> list[str]:
-    """Return what the guard costs in time, for the rows of cells that ran alone."""
-    if not rows:
-        return []
-    ratios = [row["time"] for row in rows]
-    return [
-        f"- Time of the guarded method over the plain one, same run, batches in turn, benign streams of "
-        f"{IMAGES:,} images: {statistics.fmean(ratios):.3f} on average, {statistics.median(ratios):.3f} in the median, "
-        f"at most {max(ratios):.3f} ({len(rows)} cells, {rows[0]['device']}; `{rows[0]['command']}`)."
-    ]
+    """Return what the guard costs in time, for the rows of cells that ran alone: a line for each command and device."""
+    found = []
+    for command, device in sorted({(row["command"], row["device"]) for row in rows}):
+        ratios = [row["time"] for row in rows if (row["command"], row["device"]) == (command, device)]
+        found.append(
+            f"- Time of the guarded method over the plain one, same run, batches in turn, benign streams of "
+            f"{IMAGES:,} images: {statistics.fmean(ratios):.3f} on average, {statistics.median(ratios):.3f} in the "
+            f"median, at most {max(ratios):.3f} ({len(ratios)} cells, {device}; `{command}`)."
+        )
+    return found
 
 
 def page(rows: list[dict[str, Any]]) -> str:
@@ -82,10 +83,11 @@ def page(rows: list[dict[str, Any]]) -> str:
         own = [row for row in rows if row["data"] == data and not row["alone"]]
         if not own:
             continue
-        alone = [row for row in rows if row["data"] == data and row["alone"]]
+        same = {data, "settings"} if data == "imagenet" else {data}  # the settings' images and model are of one kind
+        alone = [row for row in rows if row["data"] in same and row["alone"]]
         text += [f"## {title}", "", f"`{own[0]['command']}`", "", *summary(own), *times(alone)]
         text += ["", cell_table(own), ""]
-    text += effects([row for row in rows if row["data"] == "settings"])
+    text += effects([row for row in rows if row["data"] == "settings" and not row["alone"]])
     text += [*(f"- {name}: {what}" for name, what in STREAMS.items()), ""]
     return "\n".join(text)
 

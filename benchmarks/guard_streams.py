@@ -141,10 +141,10 @@ def cells(args: argparse.Namespace) -> list[Cell]:
         for rate in RATES
         if rate != "tuned" or TUNED[method] != recipe(method).settings["lr"]
     ]
-    if args.what == "settings":
-        return [(*method, stream) for stream in FEW_STREAMS for method in FEW_METHODS]
     if args.alone:
         return [cell for cell in found if cell[1] == "default" and cell[2] in TIMED]
+    if args.what == "settings":
+        return [(*method, stream) for stream in FEW_STREAMS for method in FEW_METHODS]
     if args.what != "imagenet":  # a quarter of them
         found = found[::4]
     return sorted(found, key=turn)
