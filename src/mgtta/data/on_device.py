@@ -38,24 +38,31 @@ def decoded(files: Sequence[Tensor], places: Sequence[Place], device: torch.devi
     """
     from mgtta._lib.timm import torchvision  # it takes a while, and only this needs it
 
-    raw = [file for file in files if file.ndim == 1]
+    raw = [k for k, file in enumerate(files) if file.ndim == 1]
+    found: list[Tensor | ImageError] = [file if file.ndim == 1 else file.to(device) for file in files]
+    if not raw:
+        return found
     try:
-        pixels = iter(torchvision.io.decode_jpeg(raw, torchvision.io.ImageReadMode.RGB, device) if raw else [])
+        pixels = torchvision.io.decode_jpeg([files[k] for k in raw], torchvision.io.ImageReadMode.RGB, device)
     except RuntimeError:  # one bad file spoils them all
         return [_read_here(*place, device) for place in places]
-    found: list[Tensor | ImageError] = []
-    for file, (dataset, _) in zip(files, places, strict=True):
-        image = _cropped(next(pixels), dataset) if file.ndim == 1 else file.to(device)
-        found.append(image)
+    alike: dict[Any, list[int]] = {}  # images of one size are resized together
+    for at, k in enumerate(raw):
+        dataset = places[k][0]
+        alike.setdefault((pixels[at].shape, dataset.size, dataset.crop_pct), []).append(at)
+    for (_, size, crop_pct), group in alike.items():
+        images = _cropped(torch.stack([pixels[at] for at in group]), size, crop_pct)
+        for at, image in zip(group, images, strict=True):
+            found[raw[at]] = image
     return found
 
 
-def _cropped(pixels: Tensor, dataset: Any) -> Tensor:
-    """Return the centre of an image, in the size that the data set has."""
-    if pixels.shape[1:] == (dataset.size, dataset.size):
-        return pixels
-    found = crop(pixels.float(), dataset.size, dataset.crop_pct)
-    return found.round().clamp(0, 255).to(torch.uint8)
+def _cropped(images: Tensor, size: int, crop_pct: float) -> Tensor:
+    """Return the centres (n, 3, size, size) of images (n, 3, H, W), resized as `decode` does."""
+    if images.shape[2:] == (size, size):
+        return images
+    found = crop(images.flatten(0, 1).float(), size, crop_pct)  # all channels of all images, as of one
+    return found.round().clamp(0, 255).to(torch.uint8).unflatten(0, (len(images), 3))
 
 
 def _read_here(dataset: Any, i: int, device: torch.device) -> Tensor | ImageError:
