@@ -36,24 +36,32 @@ def decoded(files: Sequence[Tensor], places: Sequence[Place], device: torch.devi
         files: images among them are only moved.
         places: where each of them is from.
     """
-    from mgtta._lib.timm import torchvision  # it takes a while, and only this needs it
-
-    raw = [k for k, file in enumerate(files) if file.ndim == 1]
     found: list[Tensor | ImageError] = [file if file.ndim == 1 else file.to(device) for file in files]
+    raw = [k for k, file in enumerate(files) if file.ndim == 1]
     if not raw:
         return found
     try:
-        pixels = torchvision.io.decode_jpeg([files[k] for k in raw], torchvision.io.ImageReadMode.RGB, device)
-    except RuntimeError:  # one bad file spoils them all
+        images = _decoded_there([files[k] for k in raw], [places[k][0] for k in raw], device)
+    except (RuntimeError, ValueError):  # one bad file spoils them all
         return [_read_here(*place, device) for place in places]
-    alike: dict[Any, list[int]] = {}  # images of one size are resized together
-    for at, k in enumerate(raw):
-        dataset = places[k][0]
-        alike.setdefault((pixels[at].shape, dataset.size, dataset.crop_pct), []).append(at)
+    for k, image in zip(raw, images, strict=True):
+        found[k] = image
+    return found
+
+
+def _decoded_there(files: list[Tensor], datasets: Sequence[Any], device: torch.device) -> list[Tensor]:
+    """Return images that the device decodes; those of one size are resized together."""
+    from mgtta._lib.timm import torchvision  # it takes a while, and only this needs it
+
+    pixels = torchvision.io.decode_jpeg(files, torchvision.io.ImageReadMode.RGB, device)
+    alike: dict[Any, list[int]] = {}
+    for k, dataset in enumerate(datasets):
+        alike.setdefault((pixels[k].shape, dataset.size, dataset.crop_pct), []).append(k)
+    found = list(pixels)
     for (_, size, crop_pct), group in alike.items():
-        images = _cropped(torch.stack([pixels[at] for at in group]), size, crop_pct)
-        for at, image in zip(group, images, strict=True):
-            found[raw[at]] = image
+        images = _cropped(torch.stack([pixels[k] for k in group]), size, crop_pct)
+        for k, image in zip(group, images, strict=True):
+            found[k] = image
     return found
 
 
