@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,12 +121,13 @@ class _Pass:
         clear_workspaces()
         torch.cuda.reset_peak_memory_stats(device)
         allocated = torch.cuda.memory_allocated(device)
-        with capturing(device), torch.cuda.graph(self.forward, capture_error_mode="thread_local"):
+        graph = partial(torch.cuda.graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local")
+        with capturing(device), graph(self.forward):
             self.y = run(x)
         self.grads: list[Tensor | None] = []
         if self.backward is not None:
             pool = self.forward.pool()
-            with capturing(device), torch.cuda.graph(self.backward, pool=pool, capture_error_mode="thread_local"):
+            with capturing(device), graph(self.backward, pool=pool):
                 self.grads = self._gradients()
         self.y = self.y.detach()
         clear_workspaces()
