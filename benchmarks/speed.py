@@ -353,6 +353,7 @@ def main() -> None:
     parser.add_argument(
         "--lr-always", type=float, nargs="+", default=[1e-3, 2e-3], help="of `accuracy`: MGTTA's without either"
     )
+    parser.add_argument("--first", type=int, help="of `paths` and `twins`: only so many images of each domain")
     parser.add_argument("--orders", type=int, default=3, help="of `accuracy`: of the images in each domain")
     parser.add_argument(
         "--compile", nargs="+", default=[], help="of `networks`: names of those to compile too, half a minute each"

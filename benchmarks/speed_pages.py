@@ -184,8 +184,8 @@ def start_page(part: dict[str, Any]) -> str:
     title = f"## The first batches: MGTTA, {part['model']}, batch {part['batch']}, {part['where']}"
     told = (
         "Each batch until its predictions are read, which is a wait for the GPU. At its 9th batch a step is captured; "
-        "the second run finds compiled code on disk, and compiles there. Without it, a step is compiled at its 2,001st "
-        "batch or by `warm_up`."
+        "the second run finds compiled code on disk, and compiles there. Without it, a step is compiled after 20,000 "
+        "batches or by `warm_up`."
     )
     return f"{title}\n\n{table(head, lines, right=True)}\n\n{told}"
 

@@ -66,6 +66,7 @@ PATH_SETTINGS: dict[str, dict[str, Any]] = {  # learning rates as in benchmarks/
 }
 CLEAN_SEED = 99  # of clean images, other ones than those of the test
 COMPILE_SECONDS = 30.0  # that are left for a network that is compiled
+CAPTURED = 10  # batches of a shape after which it is captured
 INTERVAL_SECONDS = 0.01  # between two images that come one by one
 FIRST_BATCHES = 40  # of a stream
 
@@ -84,6 +85,7 @@ def plus(args: argparse.Namespace) -> dict[str, Any]:
     who = [
         method_of(label, name, model, x, "bf16", compiled=not args.captured, **settings)
         for label, name, settings in cases
+        if not args.only or label in args.only
     ]
     n = sum(p.numel() for p in mgtta.norm_parameters(model))
     rows = measure(who, args.rounds, args.device, args.deadline)
@@ -91,12 +93,12 @@ def plus(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def methods(args: argparse.Namespace) -> dict[str, Any]:
-    """Methods that choose images, in float32 and on the fast path."""
+    """Methods that choose images, in float32 and on the fast path, captured but not compiled."""
     model = classifier(args.model, args.device)
     x = images(model, args.batch, args.device)
     chosen = list(METHODS)[:2] if args.quick else args.only or list(METHODS)
     who = [
-        method_of(name, name, model, x, precision, seconds=10.0, **METHODS[name])
+        method_of(name, name, model, x, precision, compiled=False, seconds=10.0, **METHODS[name])
         for name in chosen
         for precision in ("fp32", "bf16")
     ]
@@ -211,7 +213,7 @@ def single(args: argparse.Namespace) -> dict[str, Any]:
             if args.captured:
                 method.engine.compiles = False
             method.warm_up(x)
-            for _ in range(34):  # two windows
+            for _ in range(16 * CAPTURED + 2):  # so many windows, after which all is captured
                 method(x)
             ways = (INTERVAL_SECONDS, 0.0) if args.device == "cuda" else (0.0,)
             times = {way: _latencies(method, x, calls, way) for way in ways}
@@ -330,9 +332,10 @@ def _domains(args: argparse.Namespace) -> tuple[mgtta.Classifier, dict[str, Any]
     made = _on_imagenet if args.data is not None else _on_embedded
     model, given, test = made(args)
     names = PATH_CORRUPTIONS[:1] if args.quick else PATH_CORRUPTIONS
-    batches = list(stream(corrupted(test, names), batch_size=64, device=args.device))
+    batches = list(stream(corrupted(test, names), batch_size=64, first=args.first, device=args.device))
     orders = [batches, *(shuffled(batches, seed) for seed in range(1, args.orders))]
-    told = {"model": model.name, "images": len(test), "corruptions": list(names), "batches": len(batches)}
+    images = min(len(test), args.first or len(test))
+    told = {"model": model.name, "images": images, "corruptions": list(names), "batches": len(batches)}
     return model, given, orders, told
 
 

@@ -238,9 +238,9 @@ def method_of(
 
     def graph_bytes(reserved: bool) -> int:
         engine = kept[0].engine
-        if not isinstance(engine, FastEngine):
-            return 0
-        return engine.graphs_hold if reserved else engine.graph_bytes
+        if reserved and isinstance(engine, FastEngine):
+            return engine.graphs_hold
+        return engine.graph_bytes
 
     return Contender(label, make, precision, precision == "tf32", graph_bytes, seconds)
 

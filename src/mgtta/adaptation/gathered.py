@@ -48,7 +48,7 @@ class Gathered(Wrapper):
     method: Method
     _kept: list[Tensor]
     _tried: list[Tensor]  # learned from before it was known whether the last of them was finite
-    _finite: Arriving  # whether the last batch's logits were
+    _total: Arriving  # sum of the absolute logits of the last batch
 
     def __init__(self, method: Method, images: int):
         name = spelled(method.name)
@@ -81,7 +81,7 @@ class Gathered(Wrapper):
             return self.method.step(x)
         seen = self._predict(x)
         self._kept.append(x.detach().clone())
-        self._finite.send(seen.logits.isfinite().all(), None)
+        self._total.send(torch.linalg.vector_norm(seen.logits, 1), None)  # one kernel; finite only if all logits are
         if before + coming >= self.images:
             self._learn_together(before + coming)
         elif ranks.size > 1:  # they decide together, at each call
@@ -94,7 +94,7 @@ class Gathered(Wrapper):
         A GPU does so while the caller reads the last prediction. Whether that is finite is not known yet then; if it is
         not, the GPU leaves out the update, and the other images are kept for the next one.
         """
-        waits = self.ranks.size > 1 or not self.engine.leaves_out or not self._finite.comes_later
+        waits = self.ranks.size > 1 or not self.engine.leaves_out or not self._total.comes_later
         if waits:
             [found] = self.ranks.total([self.waiting])
             if found < expected:
@@ -102,20 +102,20 @@ class Gathered(Wrapper):
         together = self._together()
         collect = any(self._poor(len(each)) for each in self._kept)
         tried = self._kept
-        finite = self._finite
+        total = self._total
         self.begin()
         if not waits:
             self._tried = tried
-            self._finite = finite
+            self._total = total
         with self.engine.apart(together):
             self.method.step(together, observe=False, collect=collect)
 
     def _settle(self) -> None:
         """Drop the last batch, and count it as skipped, if its logits were not finite."""
-        held = self._finite.take()
+        held = self._total.take()
         tried = self._tried
         self._tried = []
-        if held is None or self.ranks.all(held[0]):
+        if held is None or self.ranks.all(held[0].isfinite()):
             return
         if tried:  # the engine has counted a skip
             self._kept = tried[:-1]
@@ -165,7 +165,7 @@ class Gathered(Wrapper):
     def begin(self) -> None:
         self._kept = []
         self._tried = []
-        self._finite = Arriving()
+        self._total = Arriving()
 
     def _predict(self, x: Tensor) -> Pass:
         with self._stream_statistics(len(x)):

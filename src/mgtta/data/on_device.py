@@ -36,26 +36,41 @@ def decoded(files: Sequence[Tensor], places: Sequence[Place], device: torch.devi
         files: images among them are only moved.
         places: where each of them is from.
     """
-    from mgtta._lib.timm import torchvision  # it takes a while, and only this needs it
-
-    raw = [file for file in files if file.ndim == 1]
+    found: list[Tensor | ImageError] = [file if file.ndim == 1 else file.to(device) for file in files]
+    raw = [k for k, file in enumerate(files) if file.ndim == 1]
+    if not raw:
+        return found
     try:
-        pixels = iter(torchvision.io.decode_jpeg(raw, torchvision.io.ImageReadMode.RGB, device) if raw else [])
-    except RuntimeError:  # one bad file spoils them all
+        images = _decoded_there([files[k] for k in raw], [places[k][0] for k in raw], device)
+    except (RuntimeError, ValueError):  # one bad file spoils them all
         return [_read_here(*place, device) for place in places]
-    found: list[Tensor | ImageError] = []
-    for file, (dataset, _) in zip(files, places, strict=True):
-        image = _cropped(next(pixels), dataset) if file.ndim == 1 else file.to(device)
-        found.append(image)
+    for k, image in zip(raw, images, strict=True):
+        found[k] = image
     return found
 
 
-def _cropped(pixels: Tensor, dataset: Any) -> Tensor:
-    """Return the centre of an image, in the size that the data set has."""
-    if pixels.shape[1:] == (dataset.size, dataset.size):
-        return pixels
-    found = crop(pixels.float(), dataset.size, dataset.crop_pct)
-    return found.round().clamp(0, 255).to(torch.uint8)
+def _decoded_there(files: list[Tensor], datasets: Sequence[Any], device: torch.device) -> list[Tensor]:
+    """Return images that the device decodes; those of one size are resized together."""
+    from mgtta._lib.timm import torchvision  # it takes a while, and only this needs it
+
+    pixels = torchvision.io.decode_jpeg(files, torchvision.io.ImageReadMode.RGB, device)
+    alike: dict[Any, list[int]] = {}
+    for k, dataset in enumerate(datasets):
+        alike.setdefault((pixels[k].shape, dataset.size, dataset.crop_pct), []).append(k)
+    found = list(pixels)
+    for (_, size, crop_pct), group in alike.items():
+        images = _cropped(torch.stack([pixels[k] for k in group]), size, crop_pct)
+        for k, image in zip(group, images, strict=True):
+            found[k] = image
+    return found
+
+
+def _cropped(images: Tensor, size: int, crop_pct: float) -> Tensor:
+    """Return the centres (n, 3, size, size) of images (n, 3, H, W), resized as `decode` does."""
+    if images.shape[2:] == (size, size):
+        return images
+    found = crop(images.flatten(0, 1).float(), size, crop_pct)  # all channels of all images, as of one
+    return found.round().clamp(0, 255).to(torch.uint8).unflatten(0, (len(images), 3))
 
 
 def _read_here(dataset: Any, i: int, device: torch.device) -> Tensor | ImageError:

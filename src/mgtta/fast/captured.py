@@ -50,7 +50,7 @@ class Captured:
                 run()
         torch.cuda.current_stream(x.device).wait_stream(before)
         torch.cuda.synchronize(x.device)
-        _clear_workspaces()
+        clear_workspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(x.device)
         allocated = torch.cuda.memory_allocated(x.device)
@@ -60,7 +60,7 @@ class Captured:
             torch.cuda.graph(self.graph, pool=place.pool, stream=place.stream, capture_error_mode="thread_local"),
         ):
             self.result = run()
-        _clear_workspaces()
+        clear_workspaces()
         self.bytes = torch.cuda.max_memory_allocated(x.device) - allocated
         self.held = torch.cuda.memory_reserved(x.device) - held
         torch.cuda.reset_peak_memory_stats(x.device)
@@ -72,7 +72,7 @@ class Captured:
         return Pass(self.result.logits.clone(), self.result.features)
 
 
-def _clear_workspaces() -> None:
+def clear_workspaces() -> None:
     """Give back what cuBLAS keeps for each stream, so that a graph's own lies among the graph's tensors, once."""
     torch._C._cuda_clearCublasWorkspaces()
 

@@ -6,8 +6,8 @@ moments and memory: small updates are not rounded away.
 
 On a GPU the network, the objective and the optimizer's step are compiled, and the whole step (images in, forward,
 objective, backward, update, or none if something is not finite, answer, running means) is captured as a CUDA graph, one
-for each shape of batch, and replayed. Capturing takes less than a second. Compiling takes half a minute and saves some
-milliseconds a batch: so a shape runs uncompiled until it has come COMPILE_BATCHES times, unless `warm_up` asks for it
+for each shape of batch, and replayed. Capturing takes less than a second. Compiling takes half a minute and saves about
+a millisecond a batch: so a shape runs uncompiled until it has come COMPILE_BATCHES times, unless `warm_up` asks for it
 or torch has its compiled code on disk. Reset and load copy into the tensors that a graph holds, so the graph stays.
 
 With "fp8" gradients pass the MLPs of a plain ViT in 8 bits: see mgtta.fast.mlp. The forward pass is the same.
@@ -34,7 +34,7 @@ from mgtta.fast.rounded import check_dtypes
 from mgtta.fast.vit import ViT
 
 CAPTURE_BATCHES = 8  # of a shape, before it is captured, which takes less than a second
-COMPILE_BATCHES = 2000  # of a shape, before it is compiled: by then they have cost as much as compiling saves
+COMPILE_BATCHES = 20_000  # of a shape, before it is compiled: half a minute, to save about a millisecond a batch
 KEPT_GRAPHS = 8  # the latest ones; they share one pool of memory
 FLOAT8_IS_FOR = "that is for a plain ViT of timm's whose widths 16 divides, where 8-bit floats can be multiplied"
 

@@ -10,12 +10,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mgtta.fast.captured import capturing
+from mgtta.fast.captured import capturing, clear_workspaces
 from mgtta.models.norms import batch_norms
 
 CAPTURE_BATCHES = 8  # of a shape, before its passes are captured
@@ -36,8 +37,14 @@ class GraphedPasses:
         self.captures = not batch_norms(net)
         self.seen: Counter[Any] = Counter()
         self.passes: dict[Any, _Pass] = {}
+        self.at_once = False  # True: capture a shape when it first comes
         self.images = 0  # of the present batch
         self.used_passes = 0  # with gradients, in the present step
+
+    @property
+    def bytes(self) -> int:
+        """What the graphs take of the GPU's memory, which torch does not count as allocated."""
+        return sum(captured.bytes for captured in self.passes.values())
 
     @contextmanager
     def used(self, images: int) -> Iterator[None]:
@@ -65,7 +72,7 @@ class GraphedPasses:
         self.used_passes += learns
         key = (self.images, x.shape[1:], x.dtype, number)
         self.seen[key] += 1
-        if key not in self.passes and self.seen[key] > CAPTURE_BATCHES:
+        if key not in self.passes and (self.at_once or self.seen[key] > CAPTURE_BATCHES):
             self._capture(key, own, x)
         if key not in self.passes:
             return own(x)
@@ -91,6 +98,9 @@ class _Pass:
 
     Args:
         x: the images that the graph reads; others are copied to this place.
+
+    Attributes:
+        bytes: what both take of the GPU's memory at most, as torch counts what is allocated.
     """
 
     def __init__(self, run: Callable[[Tensor], Tensor], x: Tensor, params: list[nn.Parameter]):
@@ -108,14 +118,21 @@ class _Pass:
                 self._gradients()
         torch.cuda.current_stream(device).wait_stream(beside)
         torch.cuda.synchronize(device)
-        with capturing(device), torch.cuda.graph(self.forward, capture_error_mode="thread_local"):
+        clear_workspaces()
+        torch.cuda.reset_peak_memory_stats(device)
+        allocated = torch.cuda.memory_allocated(device)
+        graph = partial(torch.cuda.graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local")
+        with capturing(device), graph(self.forward):
             self.y = run(x)
         self.grads: list[Tensor | None] = []
         if self.backward is not None:
             pool = self.forward.pool()
-            with capturing(device), torch.cuda.graph(self.backward, pool=pool, capture_error_mode="thread_local"):
+            with capturing(device), graph(self.backward, pool=pool):
                 self.grads = self._gradients()
         self.y = self.y.detach()
+        clear_workspaces()
+        self.bytes = torch.cuda.max_memory_allocated(device) - allocated
+        torch.cuda.reset_peak_memory_stats(device)
 
     def _gradients(self) -> list[Tensor | None]:
         if self.backward is None:

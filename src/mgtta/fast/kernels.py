@@ -20,15 +20,20 @@ from mgtta._lib.triton import tl, triton
 def qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, weight: Tensor) -> Tensor:
     """Return the gradient of h (N, L, d), from those of queries, keys and values (N, heads, L, size) of h W^T + b.
 
-    Three products are added in place, so that the gradients need not be concatenated first.
+    Three products are added in place, so that the gradients need not be concatenated first. One of them is copied at a
+    time, and freed.
     """
     n, heads, length, size = dq.shape
-    rows = [g.transpose(1, 2).reshape(n * length, heads * size) for g in (dq, dk, dv)]
-    parts = weight.split(heads * size)
-    found = rows[0] @ parts[0]
-    for grad, part in zip(rows[1:], parts[1:], strict=True):
-        found.addmm_(grad, part)
+    first, *others = weight.split(heads * size)
+    found = _rows(dq) @ first
+    for grad, part in zip((dk, dv), others, strict=True):
+        found.addmm_(_rows(grad), part)
     return found.view(n, length, -1)
+
+
+def _rows(grad: Tensor) -> Tensor:
+    """Return (N L, heads size) from (N, heads, L, size)."""
+    return grad.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 @qkv_backward.register_fake

@@ -13,7 +13,7 @@ from torch import Tensor
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.step import EagerEngine, Pass
 from mgtta.fast.bf16 import lower
-from mgtta.fast.graphed import GraphedPasses
+from mgtta.fast.graphed import DEVICE, GraphedPasses
 
 
 class RoundedEngine(EagerEngine):
@@ -29,10 +29,29 @@ class RoundedEngine(EagerEngine):
     def step(self, x: Tensor, learn: bool, observe: bool, collect: bool) -> Pass:
         if not learn:
             return super().step(x, learn, observe, collect)
+        with self._passes().used(len(x)):
+            return super().step(x, learn, observe, collect)
+
+    def warm_up(self, x: Tensor, learn: bool | None = None, observe: bool = True) -> None:
+        """Capture the passes of a step that learns, on a GPU; a prediction runs as it is."""
+        passes = self._passes()
+        on_gpu = next(self.method.model.parameters()).device.type == DEVICE
+        if learn is False or not on_gpu or not passes.captures:
+            return
+        passes.at_once = True
+        try:
+            self.step(x, True, observe, collect=False)
+        finally:
+            passes.at_once = False
+
+    @property
+    def graph_bytes(self) -> int:  # type: ignore[override]
+        return 0 if self.graphs is None else self.graphs.bytes
+
+    def _passes(self) -> GraphedPasses:
         if self.graphs is None:
             self.graphs = GraphedPasses(self.method.model.net, list(self.method.adapted.values()))
-        with self.graphs.used(len(x)):
-            return super().step(x, learn, observe, collect)
+        return self.graphs
 
     def moving(self, fn: Callable[[Tensor], Tensor]) -> None:
         check_dtypes(fn, self.precision)
