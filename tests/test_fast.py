@@ -449,6 +449,19 @@ def test_flat_steps_are_the_optimizers_own(make_optimizer):
                 torch.testing.assert_close(flat.optimizer.state[b][key], value, atol=1e-6, rtol=1e-4)
 
 
+def test_an_update_that_is_not_finite_is_left_out():
+    """Also if the gradients are: a broken moment must not reach the parameters, which it would never leave."""
+    params = [torch.nn.Parameter(torch.ones(3))]
+    flat = FlatStep(torch.optim.Adam(params, lr=0.01), params, params)
+    flat.take_in()
+    flat.step([torch.ones(3)], torch.tensor(True))
+    before = params[0].clone()
+    flat.state[1].fill_(float("nan"))
+    assert not flat.step([torch.ones(3)], torch.tensor(True))
+    torch.testing.assert_close(params[0], before)
+    assert flat.settle() == (1, 1)
+
+
 def test_a_plain_vit_is_the_same_block_by_block():
     """In float32, where nothing is rounded, up to what the gradient keeps in a few bits."""
     model = mgtta.load_model(confident_vit(), classes=[1, 4, 6])
@@ -712,6 +725,29 @@ class TestOnTheGPU:
         assert (method.waiting, method.skipped, method.updates) == (3, 2, 10)
         method(images(1).cuda())
         assert (method.waiting, method.skipped, method.updates) == (0, 2, 11)
+
+    def test_what_was_loaded_is_not_overwritten_before_it_is_read(self, monkeypatch):
+        """The state is read apart, on a stream that is far behind; meanwhile the caller fills what memory is free."""
+        method = on_gpu("mgtta_plus", precision="bf16", gather=4, recall=0, lr=1e-4)
+        for x in images(8).cuda().split(1):
+            method(x)
+        state = method.state_dict()
+        found = []
+        for disturbed in (False, True):
+            method.load_state_dict(state)
+            first, *others = images(4, seed=1).cuda().split(1)
+            last = others.pop()
+            for x in (first, *others):
+                method(x)
+            if disturbed:
+                with torch.cuda.stream(method.engine.beside):
+                    torch.cuda._sleep(10**8)
+            method(last)
+            if disturbed:
+                _ = [torch.full_like(p, float("nan")) for p in method.adapted.values() for _ in range(50)]
+            found.append(torch.cat([p.flatten() for p in method.state_dict()["params"].values()]))
+        assert found[1].isfinite().all()
+        assert close(found[1], found[0])
 
     def test_reset_and_load_keep_the_graph(self, patient):
         method, xs = on_gpu("mgtta"), batches(6)

@@ -28,7 +28,7 @@ from mgtta.adaptation.state import own_buffers
 from mgtta.adaptation.step import Pass
 from mgtta.fast.bf16 import Hooked, How, lower
 from mgtta.fast.captured import Captured, GraphPlace, as_it_is, compiled_code, on_device
-from mgtta.fast.flat import FlatStep
+from mgtta.fast.flat import FlatStep, used_here
 from mgtta.fast.remembered import is_remembered, remember
 from mgtta.fast.rounded import check_dtypes
 from mgtta.fast.vit import ViT
@@ -251,10 +251,9 @@ class FastEngine:
         if self.beside is None:
             self.beside = torch.cuda.Stream(device)
         self.beside.wait_stream(torch.cuda.current_stream(device))
-        if x.is_cuda:
-            x.record_stream(self.beside)
         try:
             with torch.cuda.stream(self.beside):
+                used_here(x)
                 yield
         finally:
             self.behind = self.beside.record_event()
@@ -406,6 +405,7 @@ class FastEngine:
                 continue
             if found.numel():
                 held.copy_(found)
+                used_here(found)
             else:  # one that gets its size from the first batch
                 held.zero_()
             setattr(owner, name, held)

@@ -84,6 +84,7 @@ class FlatStep:
         self.theta = torch.cat([p.detach().flatten() for p in params])  # (n,)
         self.origin = torch.cat([p.detach().flatten() for p in origin])  # (n,)
         for p, part in zip(params, self.theta.split(self.sizes), strict=True):
+            used_here(p.data)
             p.data = part.view_as(p)
         self.generator = self._generator()
         self.state = [self._room(name) for name in self.names]
@@ -129,6 +130,7 @@ class FlatStep:
             for name, view in views.items():
                 if own.get(name) is not None:
                     view.copy_(own[name])
+                    used_here(own[name])
             step = {"step": own.get("step", torch.zeros(()))} if self.counted else {}
             if self.names:
                 self._known[p] = {**step, **views}
@@ -144,14 +146,14 @@ class FlatStep:
 
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor], sound: Tensor, wanted: Tensor | None = None) -> Tensor:
-        """Make one update if `sound` and all gradients are finite, and if it is wanted; return whether it was made.
+        """Make one update if `sound`, finite like its gradients, and wanted; return whether it was made.
 
         What is not finite is counted as a skip.
         """
         grad = torch.cat([g.flatten() for g in grads])
-        finite = sound & grad.isfinite().all()
-        made = finite if wanted is None else finite & wanted
         update, state = self.rule(self, grad, self.state)
+        finite = sound & (grad.isfinite() & update.isfinite()).all()
+        made = finite if wanted is None else finite & wanted
         for old, new in zip(self.state, state, strict=True):
             old.copy_(torch.where(made, new, old))
         rate = self.lr * pace(self.age, self.decay)
@@ -170,3 +172,12 @@ class FlatStep:
         for p in self.params if self.counted and made else ():
             self.optimizer.state[p]["step"] += made
         return made, left_out
+
+
+def used_here(t: Tensor) -> None:
+    """Keep the memory of a tensor that is freed soon until the present stream has used it.
+
+    Else the stream that it was made on may write another tensor there, while this stream has still to read it.
+    """
+    if t.is_cuda:
+        t.record_stream(torch.cuda.current_stream(t.device))
