@@ -726,7 +726,7 @@ class TestOnTheGPU:
         method(images(1).cuda())
         assert (method.waiting, method.skipped, method.updates) == (0, 2, 11)
 
-    def test_what_was_loaded_is_not_overwritten_before_it_is_read(self, monkeypatch):
+    def test_what_was_loaded_is_not_overwritten_before_it_is_read(self):
         """The state is read apart, on a stream that is far behind; meanwhile the caller fills what memory is free."""
         method = on_gpu("mgtta_plus", precision="bf16", gather=4, recall=0, lr=1e-4)
         for x in images(8).cuda().split(1):
