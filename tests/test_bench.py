@@ -253,6 +253,18 @@ def test_keys_tell_work_apart():
     assert still.key(SMALL) == dataclasses.replace(still, max_updates=3).key(SMALL)
 
 
+def test_fewer_images_are_the_same_work_whoever_limits_them():
+    cell = Cell("corruptions", "tent", ("fog",))
+    few = dataclasses.replace(cell, limit=64)
+    named = Setup(data="images", images=256)
+    assert (
+        few.key(named) == few.key(dataclasses.replace(named, images=None)) == cell.key(Setup(data="images", images=64))
+    )
+    assert few.key(named) != cell.key(named)
+    assert dataclasses.replace(cell, limit=512).key(named) == cell.key(named)
+    assert few.key(Setup(images=256)) != cell.key(Setup(images=64))  # other characters are rendered
+
+
 def test_keys_are_those_of_version_0_1():
     """So that a folder of records of that version counts as done."""
     trained = dataclasses.replace(FEW[1], training=TINY, settings=(("lr", 0.1),), max_seconds=2.0)

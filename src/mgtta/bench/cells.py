@@ -126,6 +126,9 @@ class Cell:
         if self.method in STILL:
             cell = dataclasses.replace(cell, max_updates=None, max_seconds=None, settings=())
         counted = dataclasses.replace(setup, profile=False, cache=None)
+        if setup.data is not None and cell.limit is not None:  # the first images of a data set, whoever limits them
+            counted = dataclasses.replace(counted, images=min(filter(None, (cell.limit, setup.images))))
+            cell = dataclasses.replace(cell, limit=None)
         if setup.precision == "auto" and not setup.device.startswith("cuda"):
             counted = dataclasses.replace(counted, precision=Setup.precision)
         if not cell.timed:
