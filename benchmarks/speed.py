@@ -341,11 +341,13 @@ def main() -> None:
     parser.add_argument("--model", default="vit_base_patch16_224", help="of `step`: a timm name, or a shipped one")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument(
-        "--only", nargs="+", help="of `step` and `methods`: names of contenders, such as MGTTA; the others are left out"
+        "--only", nargs="+", help="of `step`, `plus`, `methods` and `paths`: names; the others are left out"
     )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--data", type=Path, help="of `accuracy`: the folder of the shards")
+    parser.add_argument(
+        "--data", type=Path, help="of `accuracy` and `paths`: the folder of the shards; CIFAR-10's .npz"
+    )
     parser.add_argument("--checkpoint", type=Path, help="of `accuracy`: weights of deit_tiny_patch16_224")
     parser.add_argument(
         "--lr", type=float, default=5e-3, help="of `accuracy`: MGTTA's, with reset or with the schedule"
@@ -391,7 +393,10 @@ def main() -> None:
             "took": time.perf_counter() - began,
         }
         which = dict.fromkeys(("step", "plus"), f" {args.model} {args.batch} {args.device}")
-        which |= dict.fromkeys(("paths", "twins"), f" {'DeiT-Tiny' if args.data is not None else args.model}")
+        network = args.model
+        if args.data is not None:
+            network = "DeiT-Tiny" if args.data.is_dir() else "ResNet-56"
+        which |= dict.fromkeys(("paths", "twins"), f" {network}")
         which |= dict.fromkeys(("growth", "start", "single", "evaluate"), f" {args.device}")
         key = part + which.get(part, "")
         result[key] = {**about, **found}

@@ -32,6 +32,7 @@ from mgtta._lib.profile import now
 from mgtta._lib.timm import timm
 from mgtta.adaptation.wrapper import innermost
 from mgtta.bench.needs import needs_fisher, needs_source
+from mgtta.data.datasets import open_dataset
 from mgtta.data.embedded import images_for
 from mgtta.data.images import read_image
 from mgtta.data.streams import corrupted, stream
@@ -283,7 +284,7 @@ def decoding(files: list[bytes], device: str) -> dict[str, Any]:
 def paths(args: argparse.Namespace) -> dict[str, Any]:
     """Return accuracies of methods on the fast path beside float32.
 
-    Without --data it takes an embedded model and its images.
+    Without --data it takes an embedded model and its images; with an .npz of CIFAR-10, a ResNet-56.
     """
     model, given, orders, told = _domains(args)
     rows: list[dict[str, Any]] = []
@@ -292,14 +293,14 @@ def paths(args: argparse.Namespace) -> dict[str, Any]:
         if args.deadline.left < 15:
             return
         own = {key: given[key] for key, needs in (("source", needs_source), ("fisher", needs_fisher)) if needs(name)}
-        rates = PATH_SETTINGS[name] if args.data is not None else {}
+        rates = PATH_SETTINGS.get(name, {}) if args.data is not None and args.data.is_dir() else {}
         plain = {"mirror": False} if name == "mgtta_plus" else {}
         method = mgtta.create(name, model, precision=precision, **own, **rates, **plain)
         found = [_right(method, order, None) for order in orders]
         rows.append({"name": name, "precision": precision, "top1": found, **plain})
         print(rows[-1], file=sys.stderr)
 
-    for name in PATH_SETTINGS:
+    for name in args.only or PATH_SETTINGS:
         for precision in ("fp32", "bf16"):
             run(name, precision)
     return {**told, "rows": rows}
@@ -329,10 +330,17 @@ def twins(args: argparse.Namespace) -> dict[str, Any]:
 
 def _domains(args: argparse.Namespace) -> tuple[mgtta.Classifier, dict[str, Any], list[list[Any]], dict[str, Any]]:
     """Return the model, what methods need, the batches of all domains in several orders, and what they are."""
-    made = _on_imagenet if args.data is not None else _on_embedded
+    made = _on_embedded
+    constants = "imagenet"
+    if args.data is not None and args.data.is_dir():
+        made = _on_imagenet
+    elif args.data is not None:
+        made = _on_cifar
+        constants = "cifar"
     model, given, test = made(args)
     names = PATH_CORRUPTIONS[:1] if args.quick else PATH_CORRUPTIONS
-    batches = list(stream(corrupted(test, names), batch_size=64, first=args.first, device=args.device))
+    domains = corrupted(test, names, constants=constants)
+    batches = list(stream(domains, batch_size=64, first=args.first, device=args.device))
     orders = [batches, *(shuffled(batches, seed) for seed in range(1, args.orders))]
     images = min(len(test), args.first or len(test))
     told = {"model": model.name, "images": images, "corruptions": list(names), "batches": len(batches)}
@@ -349,6 +357,15 @@ def _on_imagenet(args: argparse.Namespace) -> tuple[mgtta.Classifier, dict[str, 
     clean = imagenet.shard(args.data, 0)
     given = {"source": imagenet.source_of(model, clean), "fisher": mgtta.fisher_information(model, clean.x[:512])}
     return model, given, imagenet.shard(args.data, 1, 2)
+
+
+def _on_cifar(args: argparse.Namespace) -> tuple[mgtta.Classifier, dict[str, Any], Any]:
+    """Return a ResNet-56 with BatchNorm layers, what methods need, and the test images."""
+    model = mgtta.load_model("cifar_resnet56", checkpoint=args.checkpoint).to(args.device)
+    test = open_dataset(args.data, size=32)
+    some = torch.stack([test[i][0] for i in range(256)])  # clean ones, the same for both precisions
+    given = {"source": mgtta.source_statistics(model, some), "fisher": mgtta.fisher_information(model, some)}
+    return model, given, test
 
 
 def _on_embedded(args: argparse.Namespace) -> tuple[mgtta.Classifier, dict[str, Any], Any]:

@@ -17,8 +17,8 @@ from mgtta.models.norms import norm_parameters
 KNOWN = tuple(
     f"{package}.{kind}"
     for package in ("timm.models", "torchvision.models")
-    for kind in ("convnext", "swin_transformer", "vision_transformer")
-)  # modules of networks that "auto" takes; ResNets are not faster by it: results/speed.md
+    for kind in ("convnext", "resnet", "swin_transformer", "vision_transformer")
+)  # modules of networks that "auto" takes
 
 
 def engine_for(method: Method, precision: str, low_memory: bool) -> FastEngine | RoundedEngine | None:

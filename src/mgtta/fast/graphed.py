@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,21 +25,22 @@ WARM_UPS = 3  # runs before a capture
 
 
 class GraphedPasses:
-    """The passes of one network, captured while a block of `used` runs.
+    """The passes of one network, which replay graphs while a block of `used` runs.
 
     Attributes:
         captures: False after a capture has failed: then the network runs as it is.
+        at_once: True: capture what has been seen once.
     """
 
     def __init__(self, net: nn.Module, params: Sequence[nn.Parameter]):
         self.net = net
         self.params = list(params)
         self.captures = not batch_norms(net)
-        self.seen: Counter[Any] = Counter()
-        self.passes: dict[Any, _Pass] = {}
-        self.at_once = False  # True: capture a shape when it first comes
+        self.at_once = False
+        self.seen: Counter[_Kind] = Counter()
+        self.passes: dict[_Kind, _Pass] = {}
         self.images = 0  # of the present batch
-        self.used_passes = 0  # with gradients, in the present step
+        self.learning = 0  # passes with gradients so far, in the present step
 
     @property
     def bytes(self) -> int:
@@ -48,13 +49,20 @@ class GraphedPasses:
 
     @contextmanager
     def used(self, images: int) -> Iterator[None]:
-        """Let the network run by graphs in this block, which is one step of a batch of so many images."""
+        """Let the network run by graphs in this block, which is one step of a batch of so many images.
+
+        What is frequent is captured at the start of a step, when no gradients are on their way.
+        """
         if not self.captures or "forward" in vars(self.net):
             yield
             return
         self.images = images
-        self.used_passes = 0
+        self.learning = 0
         own = self.net.forward
+        least = 0 if self.at_once else CAPTURE_BATCHES
+        for kind in [kind for kind, count in self.seen.items() if kind.images == images and count > least]:
+            if kind not in self.passes and self.captures:
+                self._capture(kind, own)
         self.net.forward = lambda *inputs: self._run(own, *inputs)
         try:
             yield
@@ -62,27 +70,24 @@ class GraphedPasses:
             del self.net.forward
 
     def _run(self, own: Callable[..., Any], *inputs: Any) -> Any:
-        """Run the network by a graph if its shape is frequent, or as it is."""
+        """Run the network by a graph if there is one, or as it is."""
         x = inputs[0]
         fits = len(inputs) == 1 and isinstance(x, Tensor) and 0 < len(x) <= self.images
-        if not fits or x.device.type != DEVICE or not self.captures or x.requires_grad:
+        if not fits or x.device.type != DEVICE or x.requires_grad:
             return own(*inputs)
         learns = torch.is_grad_enabled()
-        number = self.used_passes if learns else None
-        self.used_passes += learns
-        key = (self.images, x.shape[1:], x.dtype, number)
-        self.seen[key] += 1
-        if key not in self.passes and (self.at_once or self.seen[key] > CAPTURE_BATCHES):
-            self._capture(key, own, x)
-        if key not in self.passes:
-            return own(x)
-        return self.passes[key](x)
+        kind = _Kind(self.images, x.shape[1:], x.dtype, self.learning if learns else None)
+        self.learning += learns
+        self.seen[kind] += 1
+        if kind in self.passes:
+            return self.passes[kind](x)
+        return own(x)
 
-    def _capture(self, key: Any, own: Callable[..., Any], x: Tensor) -> None:
-        full = x.new_zeros(self.images, *x.shape[1:])
-        full[: len(x)] = x
+    def _capture(self, kind: "_Kind", own: Callable[..., Any]) -> None:
+        x = torch.zeros(kind.images, *kind.shape, dtype=kind.dtype, device=self.params[0].device)
         try:
-            self.passes[key] = _Pass(own, full, self.params)
+            with torch.set_grad_enabled(kind.number is not None):
+                self.passes[kind] = _Pass(own, x, self.params)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # as it is, all works, only slower
@@ -91,6 +96,15 @@ class GraphedPasses:
             name = type(self.net).__name__
             told = f"a CUDA graph does not hold {name} ({type(error).__name__}: {error}): it runs without one"
             warnings.warn(told, stacklevel=2)
+
+
+class _Kind(NamedTuple):
+    """Passes that one graph serves."""
+
+    images: int  # of the batch; fewer are filled up
+    shape: torch.Size  # of an image
+    dtype: torch.dtype
+    number: int | None  # among the passes with gradients of a step; None: without gradients
 
 
 class _Pass:

@@ -55,7 +55,7 @@ def create(
         precision: "fp32", exact; "bf16", the fast path: frozen weights in bfloat16, all that adapts in float32, on a
             GPU captured and compiled, or, for methods whose steps depend on values, only rounded; "fp8", the same with
             gradients that pass MLPs in 8 bits, for a plain ViT; "auto", the default: "bf16" for methods that have it,
-            if a network of a known kind (ViT, Swin or ConvNeXt of timm or torchvision) is in float32 on a GPU
+            if a network of a known kind (ViT, Swin, ConvNeXt, ResNet of timm or torchvision) is in float32 on a GPU
             that has bfloat16, and no ranks or seconds are named; otherwise "fp32".
         low_memory: on the fast path, recompute activations instead of keeping them: slower.
         schedule: "auto" learns at once after a shift and then more and more rarely.
