@@ -1,7 +1,9 @@
 """The fast path: close to float32, with the same contract; on a GPU compiled and captured."""
 
 import copy
+import gc
 import pickle
+import weakref
 from functools import partial
 
 import pytest
@@ -18,7 +20,7 @@ from mgtta.data.streams import Batch, corrupted, stream
 from mgtta.fast import choice, graphed
 from mgtta.fast import engine as fast
 from mgtta.fast import vit as plain
-from mgtta.fast.captured import as_it_is
+from mgtta.fast.captured import as_it_is, kept_if_broken
 from mgtta.fast.flat import FlatStep
 from mgtta.fast.remembered import is_remembered, remember
 from mgtta.fast.rounded import RoundedEngine
@@ -460,6 +462,21 @@ def test_an_update_that_is_not_finite_is_left_out():
     assert not flat.step([torch.ones(3)], torch.tensor(True))
     torch.testing.assert_close(params[0], before)
     assert flat.settle() == (1, 1)
+
+
+def test_a_graph_that_failed_is_never_freed():
+    class Graph:
+        pass
+
+    sound, broken = Graph(), Graph()
+    left = [weakref.ref(sound), weakref.ref(broken)]
+    with kept_if_broken(sound):
+        pass
+    with pytest.raises(RuntimeError, match="capture"), kept_if_broken(broken):
+        raise RuntimeError("capture")
+    del sound, broken
+    gc.collect()
+    assert [ref() is None for ref in left] == [True, False]
 
 
 def test_a_plain_vit_is_the_same_block_by_block():

@@ -3,9 +3,10 @@
 All methods of a process share what is compiled.
 """
 
+import ctypes
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,10 +56,8 @@ class Captured:
         torch.cuda.reset_peak_memory_stats(x.device)
         allocated = torch.cuda.memory_allocated(x.device)
         held = torch.cuda.memory_reserved(x.device)
-        with (
-            capturing(x.device),
-            torch.cuda.graph(self.graph, pool=place.pool, stream=place.stream, capture_error_mode="thread_local"),
-        ):
+        graph = partial(torch.cuda.graph, stream=place.stream, capture_error_mode="thread_local")
+        with kept_if_broken(self.graph), capturing(x.device), graph(self.graph, pool=place.pool):
             self.result = run()
         clear_workspaces()
         self.bytes = torch.cuda.max_memory_allocated(x.device) - allocated
@@ -70,6 +69,17 @@ class Captured:
         self.x.copy_(x, non_blocking=True)
         self.graph.replay()
         return Pass(self.result.logits.clone(), self.result.features)
+
+
+@contextmanager
+def kept_if_broken(*graphs: Any) -> Iterator[None]:
+    """Never free graphs whose capture fails in this block: torch ends the process when one is freed."""
+    try:
+        yield
+    except BaseException:
+        for graph in graphs:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
+        raise
 
 
 def clear_workspaces() -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mgtta.fast.captured import capturing, clear_workspaces
+from mgtta.fast.captured import capturing, clear_workspaces, kept_if_broken
 from mgtta.models.norms import batch_norms
 
 CAPTURE_BATCHES = 8  # of a shape, before its passes are captured
@@ -136,12 +136,12 @@ class _Pass:
         torch.cuda.reset_peak_memory_stats(device)
         allocated = torch.cuda.memory_allocated(device)
         graph = partial(torch.cuda.graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local")
-        with capturing(device), graph(self.forward):
+        with kept_if_broken(self.forward), capturing(device), graph(self.forward):
             self.y = run(x)
         self.grads: list[Tensor | None] = []
         if self.backward is not None:
             pool = self.forward.pool()
-            with capturing(device), graph(self.backward, pool=pool):
+            with kept_if_broken(self.forward, self.backward), capturing(device), graph(self.backward, pool=pool):
                 self.grads = self._gradients()
         self.y = self.y.detach()
         clear_workspaces()
