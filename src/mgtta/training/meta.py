@@ -32,7 +32,7 @@ from mgtta.data.streams import corrupted, stream
 from mgtta.evaluation.loop import evaluate
 from mgtta.learned.generator import MetaGradientGenerator
 from mgtta.learned.optimizer import BETAS, EPS, MGG, generator_inputs
-from mgtta.losses import objective
+from mgtta.losses import fair_share, objective
 from mgtta.methods.mgtta import MGTTA
 from mgtta.methods.mgtta_plus import MGTTAPlus
 from mgtta.models.classifier import Classifier
@@ -220,9 +220,11 @@ class _Trainer:
             x = self.model.pixels(x)
             x = torch.cat([x, x.flip(-1)])
         logits, features = self.model.features(x)
-        if self.mirror:  # the mean over an image and its mirror image
+        weight = None
+        if self.mirror:  # as mgtta+: the mean over an image and its mirror image, and shares of the classes
             logits = logits.reshape(2, len(x) // 2, logits.shape[1]).mean(0)
-        loss = objective(logits, features, self.source.mean, self.source.std, self.trade_off)
+            weight = fair_share(logits)
+        loss = objective(logits, features, self.source.mean, self.source.std, self.trade_off, weight=weight)
         grads = torch.autograd.grad(loss, self.theta, materialize_grads=True)
         grad = torch.cat([g.flatten() for g in grads])
         if not grad.isfinite().all():
