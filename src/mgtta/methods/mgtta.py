@@ -76,8 +76,12 @@ class MGTTA(ObjectiveMethod):
         self.trade_off = trade_off
 
     def objective(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
+        return self.eq7(logits, features)
+
+    def eq7(self, logits: Tensor, features: Sequence[Tensor], weight: Tensor | None = None) -> Tensor:
+        """Return Eq. 7, given the weight of each image's entropy (N,) if they differ."""
         source = self.source = self.source.to(logits)
-        return objective(logits, features, source.mean, source.std, self.trade_off, self.ranks)
+        return objective(logits, features, source.mean, source.std, self.trade_off, self.ranks, weight)
 
 
 @register(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mgtta.adaptation.method import OptimizerFactory
 from mgtta.adaptation.step import Pass
-from mgtta.losses import fair_share, objective
+from mgtta.losses import fair_share
 from mgtta.methods._descent import Descent, constant_rate
 from mgtta.methods._head import check_head, through_head
 from mgtta.methods._mirror import check_mirrored, mirrors
@@ -102,12 +102,11 @@ class MGTTAPlus(MGTTA):
         """Return Eq. 7, in which no predicted class has more than its share in the entropy."""
         if self.model.reads_head:
             features = features[:-1]
-        weight = fair_share(logits, self.ranks) if self.balance else torch.ones_like(logits[:, 0])
+        weight = fair_share(logits, self.ranks) if self.balance else None
         if self.mirror and self.ranks.size > 1:  # ranks count images by their logits: one row for each view
             logits = logits.repeat(2, 1)
-            weight = weight.repeat(2)
-        source = self.source = self.source.to(logits)
-        return objective(logits, features, source.mean, source.std, self.trade_off, self.ranks, weight)
+            weight = None if weight is None else weight.repeat(2)
+        return self.eq7(logits, features, weight)
 
     def answer(self, seen: Pass, observe: bool) -> Tensor:
         """Return the logits with the features' shift taken back."""
