@@ -762,7 +762,7 @@ class TestOnTheGPU:
             method(last)
             if disturbed:
                 _ = [torch.full_like(p, float("nan")) for p in method.adapted.values() for _ in range(50)]
-            found.append(torch.cat([p.flatten() for p in method.state_dict()["params"].values()]))
+            found.append(torch.cat([p.flatten() for p in method.state_dict()["method"]["params"].values()]))
         assert found[1].isfinite().all()
         assert close(found[1], found[0])
 
