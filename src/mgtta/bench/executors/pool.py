@@ -55,6 +55,7 @@ def spread(
         for connection, process in processes.items():
             connection.close()
             process.terminate()
+        for process in processes.values():  # they end side by side
             process.join()
 
 
@@ -107,7 +108,7 @@ def _work(connection: Connection, start: Callable[[], Work]) -> None:
             except Exception as error:
                 answer = (False, message(error))
             connection.send(answer)
-    except (EOFError, BrokenPipeError):  # nobody asks any more
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # nobody asks any more
         return
 
 
