@@ -2,6 +2,7 @@
 
     python benchmarks/networks.py train --data DATA --out results/networks --tries 6 --workers 6
     python benchmarks/networks.py run --data DATA --out results/networks --workers 12
+    python benchmarks/networks.py page --out results/networks
 
 DATA is a folder, or several (--data A --data B), with imagenet-val5k-0000{0,1,2}.tar, the weights
 deit_tiny_patch16_224, resnet50 (benchmarks/weights.py) and cifar10_resnet56 (.safetensors), and cifar10_test.npz and
@@ -13,13 +14,15 @@ other validation images under the same corruptions. The best round is kept, and 
 
 `run` adapts each network to the 15 corruptions at severity 5, reset before each: Adam and SGD on Eq. 7, the shipped
 generator, which has only seen DeiT-Tiny, and the one that `train` kept. Each gets its learning rate from the same
-number of tries on the validation corruptions.
+number of tries on the validation corruptions. `page` makes the table from the records.
 """
 
 import argparse
 import json
+import math
 import multiprocessing
 import statistics
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -31,7 +34,7 @@ from pages import table
 
 import mgtta
 from mgtta._lib.files import atomic
-from mgtta.bench.cells import Cell, Setup
+from mgtta.bench.cells import SWEEP, Cell, Options, Setup
 from mgtta.bench.run import run_cells, run_swept
 from mgtta.bench.store import Store
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
@@ -42,6 +45,7 @@ from mgtta.training.meta import shifted_images
 TRAINING_IMAGES = 128
 SOURCE_IMAGES = 1000
 SHIPPED = "imagenet"
+EXPERIMENT = "networks"
 CHOSEN = "networks.safetensors"  # the generator of the best try
 BATCH = 64
 METHODS = ("noadapt", "bn", "tent", "eq7_sgd", "eq7_adam", "mgtta")
@@ -128,7 +132,10 @@ def train_one(seed: int, args: argparse.Namespace) -> dict[str, Any]:
     pupils = [Pupil(network, args) for network in _networks(args)]
     generator = None
     best: dict[str, Any] = {"mean": -1.0}
+    ends = time.monotonic() + args.seconds
     for turn in range(args.rounds):
+        if turn and time.monotonic() > ends:
+            break
         for pupil in pupils:
             generator = mgtta.meta_train(
                 pupil.model,
@@ -201,17 +208,25 @@ def _rounded(scores: dict[str, float]) -> dict[str, float]:
 
 def run(args: argparse.Namespace) -> None:
     """Adapt each network with each optimizer; write records and the table after each network."""
-    records: list[dict[str, Any]] = []
     for network in _networks(args):
-        for generator in (SHIPPED, str(args.out / CHOSEN)):
-            records += _of_network(network, generator, args)
-        with atomic(args.out / "networks.md") as path:
-            path.write_text(page(records, args))
-    print(page(records, args))
+        for generator in (SHIPPED, str(args.generator or args.out / CHOSEN)):
+            _run_network(network, generator, args)
+        write_page(args)
 
 
-def _of_network(network: Network, generator: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the records of a network: of all methods with the shipped generator, of mgtta with another one."""
+def write_page(args: argparse.Namespace) -> None:
+    """Write the table of the records that are there."""
+    records = [record for record in Store(args.out).records() if record["experiment"] == EXPERIMENT]
+    if not records:
+        raise SystemExit(f"{args.out} has no records: `run` makes them")
+    text = page(records)
+    with atomic(args.out / "networks.md") as path:
+        path.write_text(text)
+    print(text)
+
+
+def _run_network(network: Network, generator: str, args: argparse.Namespace) -> None:
+    """Adapt a network: by all methods with the shipped generator, by mgtta with another one."""
     setup = Setup(
         network.name,
         found(network.checkpoint, args.data),
@@ -220,13 +235,15 @@ def _of_network(network: Network, generator: str, args: argparse.Namespace) -> l
         generator=generator,
         images=args.images,
         device=args.device,
+        precision="auto",
+        tf32=True,
         constants=network.constants,
     )
     methods = [m for m in METHODS if m != "bn" or network.name not in NO_BATCHNORM]
     if generator != SHIPPED:
         methods = ["mgtta"]
     cells = [
-        Cell("networks", method, (corruption,), seed=seed, batch_size=BATCH)
+        Cell(EXPERIMENT, method, (corruption,), seed=seed, batch_size=BATCH)
         for corruption in CORRUPTIONS
         for seed in range(args.seeds)
         for method in methods
@@ -234,20 +251,25 @@ def _of_network(network: Network, generator: str, args: argparse.Namespace) -> l
     store = Store(args.out)
     more = {"workers": args.workers, "title": f"{network.name}, generator {Path(generator).stem}"}
     if args.sweep:
-        return run_swept(cells, setup, store, **more)[1]
-    return run_cells(cells, setup, store, **more)
+        limits = () if args.sweep_images is None else ((SWEEP, args.sweep_images),)
+        run_swept(cells, setup, store, Options([], limits=limits), **more)
+    else:
+        run_cells(cells, setup, store, **more)
 
 
-def page(records: list[dict[str, Any]], args: argparse.Namespace) -> str:
+def page(records: list[dict[str, Any]]) -> str:
     """Return the page: a row for each network, a column for each method and generator."""
     protocol = records[0]["protocol"]
+    seeds = len({record["seed"] for record in records})
+    spread = " (± standard deviation)" if seeds > 1 else ""
+    images = sorted({record["images"] for record in records})
     words = (
-        f"Mean top-1 in percent over 15 corruptions at severity 5, reset before each, batches of {BATCH}, {args.seeds} "
-        f"seeds (± standard deviation), at the learning rate in brackets; {protocol['device']}, torch "
-        f"{protocol['versions']['torch']}. mgtta: the shipped generator, trained on DeiT-Tiny only; mgtta, networks: "
-        "trained on these networks in turns."
+        f"Mean top-1 in percent over 15 corruptions at severity 5, {' or '.join(f'{n:,}' for n in images)} images of "
+        f"each, reset before each, batches of {BATCH}, seeds: {seeds}{spread}, at the learning rate in parentheses; "
+        f"{protocol['device']}, torch {protocol['versions']['torch']}. mgtta: the shipped generator, trained on "
+        "DeiT-Tiny only; mgtta, networks: trained on these networks in turns."
     )
-    command = f"python benchmarks/networks.py run --seeds {args.seeds}"
+    command = f"python benchmarks/networks.py run --seeds {seeds} --images {images[-1]}"
     return f"# One generator for several networks\n\n`{command}`\n\n{words}\n\n{page_table(records)}\n"
 
 
@@ -285,6 +307,7 @@ def main() -> None:
     training.set_defaults(do=train)
     training.add_argument("--tries", type=int, default=6, help="trainings, of which the best is kept")
     training.add_argument("--rounds", type=int, default=10, help="turns of each network")
+    training.add_argument("--seconds", type=float, default=math.inf, help="no new round after so long")
     training.add_argument("--steps", type=int, default=64, help="steps of a turn: 64 are one pass")
     training.add_argument("--images", type=int, default=TRAINING_IMAGES)
     training.add_argument("--judges", type=int, default=512, help="validation images under each corruption")
@@ -293,13 +316,18 @@ def main() -> None:
     running.set_defaults(do=run)
     running.add_argument("--seeds", type=int, default=3)
     running.add_argument("--images", type=int, help="of each corruption; by default all")
+    running.add_argument("--sweep-images", type=int, help="of each validation corruption, for rates; by default all")
+    running.add_argument("--generator", type=Path, help="that `train` kept; by default the one in --out")
     running.add_argument("--sweep", action=argparse.BooleanOptionalAction, default=True)
     for verb in (training, running):
         verb.add_argument("--data", type=Path, action="append", required=True, help="folder of images and weights")
         verb.add_argument("--networks", default=",".join(network.name for network in NETWORKS))
-        verb.add_argument("--out", type=Path, required=True)
         verb.add_argument("--workers", type=int, default=0)
         verb.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    showing = verbs.add_parser("page", help="make the table from the records")
+    showing.set_defaults(do=write_page)
+    for verb in (training, running, showing):
+        verb.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.do(args)
 

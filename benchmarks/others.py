@@ -2,9 +2,9 @@
 
     python benchmarks/others.py --resnet50 results/resnet50 --cifar10 results/cifar10 --pacs results/pacs --out results
 
-reads the records of `mgtta bench corruptions`, `continual` and `mixed` with `--model keras_resnet50`, of
-benchmarks/cifar.py and of benchmarks/pacs.py, and writes others.md. A folder that is not given is left out. With
---readme, the first table also goes between the marks `others:start` and `others:end` of README.md.
+reads the records of `benchmarks/streams.py run --network resnet50` (and of efficientnet_lite0 and cifar10), and those
+of benchmarks/pacs.py, and writes others.md. A folder that is not given is left out. With --readme, the first table also
+goes between the marks `others:start` and `others:end` of README.md, without single images and EfficientNet-Lite0.
 """
 
 import argparse
@@ -14,10 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pages import between, table
+from pages import between, read_lines, table
+from stream_images import NETWORKS
 
 from mgtta._lib.files import atomic
 from mgtta.bench.store import Store
+from mgtta.report.summary import spelled
 
 ROOT = Path(__file__).parent.parent
 Record = dict[str, Any]
@@ -25,44 +27,54 @@ Records = list[Record]
 Found = dict[str, dict[str, Records]]  # column -> method -> records
 
 
-def _of(experiment: str, domain: str | None = None) -> Callable[[Record], bool]:
-    """Return what chooses the records of a column: those without a guard."""
+def _stream(kind: str) -> Callable[[Record], bool]:
+    """Return what chooses the records of a kind of stream."""
+    return lambda record: record["kind"] == kind
+
+
+def _pacs(domain: str) -> Callable[[Record], bool]:
+    """Return what chooses the records of a style as it comes: those without a guard."""
 
     def belongs(record: Record) -> bool:
-        if record["experiment"] != experiment or record["settings"].get("guard"):
-            return False
-        return domain is None or record["domain"] == domain
+        return (record["experiment"], record["domain"]) == ("pacs", domain) and not record["settings"].get("guard")
 
     return belongs
 
 
+def _streams(words: str, *kinds: str) -> dict[str, Callable[[Record], bool]]:
+    return {f"{words}, {KINDS[kind]}": _stream(kind) for kind in kinds}
+
+
+KINDS = {"reset": "reset", "continual": "never reset", "mixed": "mixed", "one": "single images"}
 COLUMNS = {  # folder -> column -> its records
-    "resnet50": {
-        "ResNet-50, reset": _of("corruptions"),
-        "ResNet-50, never reset": _of("continual"),
-        "ResNet-50, mixed": _of("mixed"),
-    },
-    "cifar10": {
-        "CIFAR-10-C, reset": _of("cifar10"),
-        "CIFAR-10-C, never reset": _of("cifar10-continual"),
-        "CIFAR-10-C, mixed": _of("cifar10-mixed"),
-    },
-    "pacs": {
-        "PACS, art": _of("pacs", "art"),
-        "PACS, cartoons": _of("pacs", "cartoon"),
-    },
+    "resnet50": _streams("ResNet-50", *KINDS),
+    "cifar10": _streams("CIFAR-10-C", *KINDS),
+    "pacs": {"PACS, art": _pacs("art"), "PACS, cartoons": _pacs("cartoon")},
+    "efficientnet_lite0": _streams("EfficientNet-Lite0", *KINDS),
 }
+ONLY_ON_THE_PAGE = ("single images", "EfficientNet-Lite0")  # parts of titles of columns that README leaves out
 
 
 def columns(folders: dict[str, Path | None]) -> Found:
     """Return the records of each column that has some, by method."""
     found: Found = {}
     for name, folder in folders.items():
-        records = Store(folder).records() if folder is not None else []
+        records = _records(name, folder) if folder is not None else []
         for title, belongs in COLUMNS[name].items():
             for record in filter(belongs, records):
                 found.setdefault(title, {}).setdefault(record["method"], []).append(record)
     return found
+
+
+def _records(name: str, folder: Path) -> Records:
+    if name in NETWORKS:
+        return read_lines(folder / "streams.jsonl")
+    return Store(folder).records()
+
+
+def short(found: Found) -> Found:
+    """Return the columns for README."""
+    return {title: rows for title, rows in found.items() if not any(part in title for part in ONLY_ON_THE_PAGE)}
 
 
 def figure(records: Records) -> tuple[float, str]:
@@ -90,7 +102,7 @@ def measured(found: Found) -> str:
                 cells.append("")
             else:
                 cells.append(f"**{shown[1]}**" if shown == best[title] else shown[1])
-        rows.append([method, *cells])
+        rows.append([spelled(method), *cells])
     return table(["top-1, %", *figures], rows, right=True)
 
 
@@ -106,7 +118,7 @@ def beside(found: Found) -> str:
     methods = dict.fromkeys(method for each in tables for method in each["error"])
     rows = []
     for method in methods:
-        row = [method]
+        row = [spelled(method)]
         for each in tables:
             ours = found[each["column"]].get(method)
             row += [figure(ours)[1] if ours else "", f"{100 - each['error'][method]:.1f}"]
@@ -117,19 +129,28 @@ def beside(found: Found) -> str:
 
 
 def protocol(found: Found) -> str:
-    """Return a line for each column: network, weights, images, batch size, corruptions, seeds."""
+    """Return a line for each column: network, images, batch size, seeds."""
+    networks = {title: NETWORKS.get(name) for name, own in COLUMNS.items() for title in own}
     lines = []
     for title, rows in found.items():
         records = [record for records in rows.values() for record in records]
-        about = records[0]["protocol"]
-        images = sorted({record["images"] for record in records})
-        seeds = len({record["seed"] for record in records})
-        lines.append(
-            f"- {title}: {about['model']} (weights {about['weights']}), {images[0]:,} to {images[-1]:,} images per "
-            f"domain, batch {records[0]['batch_size']}, corruptions {about['corruptions'] or 'none'}, {seeds} seeds, "
-            f"{about['device']}"
-        )
+        seeds = {len({record["seed"] for record in own}) for own in rows.values()}
+        images = " or ".join(f"{n:,}" for n in sorted({record["images"] for record in records}))
+        network = networks[title]
+        words = "DeiT-Tiny, fine-tuned on photographs, batches of 64"
+        if network is not None:
+            batch = 1 if "single" in title else network.batch
+            words = f"{network.words}, batches of {batch}"
+        lines.append(f"- {title}: {words}, {images} images per domain, seeds: {_span(seeds)}")
     return "\n".join(lines)
+
+
+def _span(counts: set[int]) -> str:
+    least = min(counts)
+    most = max(counts)
+    if least == most:
+        return str(most)
+    return f"{least} to {most}"
 
 
 def main() -> None:
@@ -142,7 +163,9 @@ def main() -> None:
     given = {name: getattr(args, name) for name in COLUMNS}
     found = columns(given)
     if not found:
-        raise SystemExit("none of the folders has records: name them with --resnet50, --cifar10, --pacs")
+        raise SystemExit(
+            f"none of the folders has records: name them with {', '.join(f'--{name}' for name in COLUMNS)}"
+        )
     words = " ".join(f"--{name} {folder}" for name, folder in given.items() if folder is not None)
     command = f"`python benchmarks/others.py {words} --out {args.out}`"
     parts = ["# Other networks", command, measured(found), protocol(found), beside(found)]
@@ -150,7 +173,7 @@ def main() -> None:
         path.write_text("\n\n".join(part for part in parts if part) + "\n")
     if args.readme:
         readme = ROOT / "README.md"
-        text = between(readme.read_text(), "others", measured(found))
+        text = between(readme.read_text(), "others", measured(short(found)))
         with atomic(readme) as path:
             path.write_text(text)
     print(measured(found))

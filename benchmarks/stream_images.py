@@ -14,8 +14,7 @@ from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS, corrupt
 from mgtta.data.streams import GRADUAL
 
 GRADUAL_IMAGES = 100  # of each corruption and severity
-TRIAL_IMAGES = 320  # of each corruption, in streams for choosing settings
-CORRUPTED_AT_ONCE = 50  # images
+CORRUPTED_AT_ONCE = 50 * 224 * 224  # pixels
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,8 @@ class Network:
         test: its test images, in words.
         validation: the images for choosing, in words.
         constants: of the corruptions; "cifar": of images of 32 pixels, from .npz files.
+        batch: images in a batch.
+        trial: images of each corruption, in streams for choosing settings.
     """
 
     model: str
@@ -34,6 +35,8 @@ class Network:
     test: str
     validation: str
     constants: str = "imagenet"
+    batch: int = 64
+    trial: int = 320
 
 
 IMAGENET = ("2,000 ImageNet validation images (shards 1 and 2)", "872 images of shard 0")
@@ -42,14 +45,15 @@ NETWORKS = {
     "deit_tiny": Network("deit_tiny_patch16_224", "DeiT-Tiny", *IMAGENET),
     "resnet50": Network("keras_resnet50", "ResNet-50", *IMAGENET),
     "efficientnet_lite0": Network("tf_efficientnet_lite0", "EfficientNet-Lite0", *IMAGENET),
-    "cifar10": Network("cifar_resnet56", "ResNet-56", *CIFAR10, "cifar"),
+    "cifar10": Network("cifar_resnet56", "ResNet-56", *CIFAR10, "cifar", batch=200, trial=872),
 }
 
 
 def make(args: argparse.Namespace) -> Path:
     """Write the images under all corruptions, and what methods need; return the file."""
     args.folder.mkdir(parents=True, exist_ok=True)
-    path = args.folder / f"{args.network}_{args.streams}.pt"
+    size = "" if args.images is None else f"_{args.images}"
+    path = args.folder / f"{args.network}_{args.streams}{size}.pt"
     network = NETWORKS[args.network]
     clean, test = _cifar10(args) if network.constants == "cifar" else _imagenet(args)
     held = test
@@ -57,11 +61,13 @@ def make(args: argparse.Namespace) -> Path:
     if args.streams != "test":
         held = clean.part(imagenet.CHOOSING)
         names = VALIDATION_CORRUPTIONS
-    if args.streams == "trial":
-        held = held.part(slice(0, TRIAL_IMAGES))
+    most = args.images
+    if args.streams == "trial" and most is None:
+        most = network.trial
+    held = held.part(slice(0, most))
     sets = {"clean": held.x}
     sets |= {name: _corrupted(held.x, name, 5, network.constants, args.device) for name in names}
-    if args.streams != "trial":
+    if "gradual" in args.kinds.split(","):
         for name in names:
             for severity in sorted(set(GRADUAL)):
                 few = held.x[:GRADUAL_IMAGES]
@@ -76,6 +82,7 @@ def make(args: argparse.Namespace) -> Path:
         "labels": held.labels,
         "clean": clean.x,
         "split": "test" if args.streams == "test" else "validation",
+        "batch": network.batch,
         "model": network.model,
         "checkpoint": str(args.checkpoint),
     }
@@ -101,7 +108,8 @@ def _cifar10(args: argparse.Namespace) -> tuple[imagenet.Held, imagenet.Held]:
 
 
 def _corrupted(x: Tensor, name: str, severity: int, constants: str, device: str) -> Tensor:
-    parts = zip(x.split(CORRUPTED_AT_ONCE), torch.arange(len(x)).split(CORRUPTED_AT_ONCE), strict=True)
+    at_once = CORRUPTED_AT_ONCE // (x.shape[-2] * x.shape[-1])
+    parts = zip(x.split(at_once), torch.arange(len(x)).split(at_once), strict=True)
     return torch.cat(
         [corrupt(part.to(device), name, severity, index=index, constants=constants).cpu() for part, index in parts]
     )

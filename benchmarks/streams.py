@@ -7,8 +7,9 @@ It is the experiment `mgtta bench streams`: kinds, batches, scores and records a
 the order of the images, since corruptions are drawn once. Other networks: resnet50 and efficientnet_lite0 (weights of
 benchmarks/weights.py), cifar10 (benchmarks/cifar.py prepare).
 
-`choose` tries six pairs of learning rate and pull of each gradient method on three short streams of the validation
-images (continual, mixed, batches of one), and appends to OUT/choices.jsonl. mgtta+ is not tried: it has its default.
+`choose` tries six pairs of learning rate and pull of each gradient method (eight on a network other than DeiT-Tiny,
+whose rates are less known) on three short streams of the validation images (continual, mixed, batches of one), and
+appends to OUT/choices.jsonl. mgtta+ is not tried: it has its default.
 
 `run` takes the best pair of each method, by the mean of the three streams, with gather=16 and recall=16. Records are
 appended to OUT/streams.jsonl; what is there is not run again. OUT/streams.md is their table. With --streams validation
@@ -42,7 +43,6 @@ from mgtta.methods import _neighbours
 from mgtta.methods.registry import recipe
 from mgtta.report.summary import spelled
 
-BATCH_SIZE = 64
 SINGLE_IMAGES = 400  # of each corruption, in batches of one
 TRIAL_SINGLES = 96  # the same, for choosing
 ROUNDS = 10
@@ -53,6 +53,7 @@ KINDS = ("rounds", "one", "continual", "mixed", "labels", "reset", "gradual", "c
 SHOWN = ("reset", "continual", "rounds", "mixed", "long", "labels", "one", "gradual", "clean")  # columns
 TRIALS = ("one", "continual", "mixed")
 RATES = (1 / 3, 1.0, 3.0)  # that are tried, relative to the recipe's own
+MORE_RATES = (*RATES, 10.0)  # the same for networks other than DeiT-Tiny
 PULLS = (0.0, 0.05)
 OPTIONS = {"gather": 16, "recall": 16}
 GRADIENT = (
@@ -82,6 +83,7 @@ class Bench:
         self.sets = made["sets"]
         self.names = made["names"]  # of the corruptions
         self.split = made["split"]
+        self.batch = made["batch"]
         self.model = mgtta.load_model(made["model"], checkpoint=made["checkpoint"]).to(device)
         clean = made["clean"].to(device)
         self.needs = {
@@ -103,23 +105,23 @@ class Bench:
         if kind in ("mixed", "long"):
             for _ in range(LONG if kind == "long" else 1):
                 rows = torch.cat([some(name) for name in self.names])
-                yield "mixed", list(rows[torch.randperm(len(rows), generator=random)].split(BATCH_SIZE))
+                yield "mixed", list(rows[torch.randperm(len(rows), generator=random)].split(self.batch))
         elif kind == "clean":
-            yield "clean", list(some("clean").split(BATCH_SIZE))
+            yield "clean", list(some("clean").split(self.batch))
         elif kind == "gradual":
             for name in self.names:
                 for severity in GRADUAL:
-                    yield f"{name}/{severity}", list(some(f"{name}/{severity}").split(BATCH_SIZE))
+                    yield f"{name}/{severity}", list(some(f"{name}/{severity}").split(self.batch))
         elif kind == "one":
             for name in self.names:
                 yield name, list(some(name, self.singles).split(1))
         elif kind == "rounds":
             for _ in range(ROUNDS):
                 for name in self.names:
-                    yield name, list(some(name, min(ROUND_IMAGES, len(self.labels) // 2)).split(BATCH_SIZE))
+                    yield name, list(some(name, min(ROUND_IMAGES, len(self.labels) // 2)).split(self.batch))
         else:
             for name in self.names:
-                yield name, list(some(name).split(BATCH_SIZE))
+                yield name, list(some(name).split(self.batch))
 
     def run(self, name: str, kind: str, seed: int, settings: Settings) -> Records:
         """Return the records of a method on a stream, one for each visit of a domain."""
@@ -170,6 +172,7 @@ def work(job: Job) -> Records:
 def choose(args: argparse.Namespace) -> None:
     """Try settings of each gradient method on short validation streams."""
     args.streams = "trial"
+    args.kinds = ",".join(TRIALS)
     store = args.out / "choices.jsonl"
     known = {_trial(record) for record in read_lines(store)}
     todo = [
@@ -179,7 +182,7 @@ def choose(args: argparse.Namespace) -> None:
         for kind in TRIALS
         if (method, kind, settings["lr"], settings["pull"]) not in known
     ]
-    setup = (make(args), args.device, args.precision, _neighbours.ALIKE, TRIAL_SINGLES)
+    setup = (make(args), args.device, args.precision, _neighbours.ALIKE, args.singles)
     for (method, kind, _, settings), records in in_processes(todo, work, begin, setup, args.workers, args.seconds):
         top1 = statistics.fmean(record["top1"] for record in records)
         chosen = {"method": method, "kind": kind, "lr": settings["lr"], "pull": settings["pull"], "top1": top1}
@@ -189,23 +192,26 @@ def choose(args: argparse.Namespace) -> None:
 
 
 def tries(method: str, network: str) -> list[Settings]:
-    """Return the settings that are tried: six pairs of learning rate and pull; none for mgtta+."""
+    """Return the settings that are tried, pairs of learning rate and pull; none for mgtta+."""
     own = recipe(method)
     if own.descent is None or method == "mgtta_plus":
         return []
     centre = own.settings["lr"]
+    rates = RATES
     if network != "deit_tiny":
         centre = own.resnets.get("lr", centre)
-    return [{"lr": float(f"{centre * rate:.3g}"), "pull": pull, **OPTIONS} for rate, pull in product(RATES, PULLS)]
+        rates = MORE_RATES
+    return [{"lr": float(f"{centre * rate:.3g}"), "pull": pull, **OPTIONS} for rate, pull in product(rates, PULLS)]
 
 
 def chosen(path: Path) -> dict[str, Settings]:
-    """Return the best settings of each method that was tried, by the mean over kinds of stream."""
+    """Return the best settings of each method, by the mean over kinds of stream; none if tries are missing."""
     found: dict[str, dict[tuple[float, float], list[float]]] = {}
     for record in read_lines(path):
         pair = (record["lr"], record["pull"])
         found.setdefault(record["method"], {}).setdefault(pair, []).append(record["top1"])
-    best = {method: max(pairs, key=lambda pair: statistics.fmean(pairs[pair])) for method, pairs in found.items()}
+    whole = {m: pairs for m, pairs in found.items() if all(len(top1) == len(TRIALS) for top1 in pairs.values())}
+    best = {method: max(pairs, key=lambda pair: statistics.fmean(pairs[pair])) for method, pairs in whole.items()}
     return {method: {"lr": lr, "pull": pull, **OPTIONS} for method, (lr, pull) in best.items()}
 
 
@@ -226,17 +232,17 @@ def run(args: argparse.Namespace) -> None:
     store = args.out / f"{name}.jsonl"
     done = {(record["method"], record["kind"], record["seed"]) for record in read_lines(store)}
     todo = [job for job in jobs(args) if job[:3] not in done]
-    setup = (make(args), args.device, args.precision, args.alike, SINGLE_IMAGES)
+    setup = (make(args), args.device, args.precision, args.alike, args.singles)
     for (method, kind, seed, _), records in in_processes(todo, work, begin, setup, args.workers, args.seconds):
         with open(store, "a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
         print(method, kind, seed, f"{statistics.fmean(record['top1'] for record in records):.2f}", flush=True)
     with atomic(args.out / f"{name}.md") as temporary:
-        temporary.write_text(page(read_lines(store), args.network, name))
+        temporary.write_text(page(read_lines(store), args.network, name, args.images))
 
 
 def jobs(args: argparse.Namespace) -> list[Job]:
-    """Return all jobs, method by method; ten rounds, the longest stream, come first."""
+    """Return all jobs: ten rounds, the longest stream, come first, then all methods with the first seed."""
     settings = chosen(args.out / "choices.jsonl")
     few = set(args.rounds.split(","))
     plain = {"balance": False} if args.plain else {}
@@ -249,18 +255,18 @@ def jobs(args: argparse.Namespace) -> list[Job]:
         for seed in range(int(seeds or args.seeds)):
             own = [kind for kind in args.kinds.split(",") if kind != "rounds" or (method in few and not seed)]
             found += [(method, kind, seed, settings.get(method, {}) | plain) for kind in own]
-    return sorted(found, key=lambda job: job[1] != "rounds")
+    return sorted(found, key=lambda job: (job[1] != "rounds", job[2]))
 
 
-PROTOCOL = """{words}, {images}, batches of 64, one H200 in bfloat16 (precision="auto", the default). Top-1 in percent;
-in parentheses the expected calibration error. With the standard deviation where there are several seeds; empty where a
-stream was not run. Of rounds and of the long stream: the last, and in brackets the first and the lowest. mgtta+ has its
-default settings. Every other gradient method has gather=16, recall=16, and the best of six pairs of learning rate and
-pull, by the mean of three short validation streams (continual, mixed, batches of one). The remaining methods are as
-their recipes are."""
+PROTOCOL = """{words}, {images}, batches of {batch}, one H200 in bfloat16 (precision="auto", the default). Top-1 in
+percent; in parentheses the expected calibration error. With the standard deviation where there are several seeds; empty
+where a stream was not run. Of rounds and of the long stream: the last, and in brackets the first and the lowest. mgtta+
+has its default settings. Every other gradient method has gather=16, recall=16, and the best of {tries} pairs of
+learning rate and pull, by the mean of three short validation streams (continual, mixed, batches of one). The remaining
+methods are as their recipes are."""
 
 
-def page(records: Records, network: str = "deit_tiny", name: str = "streams") -> str:
+def page(records: Records, network: str = "deit_tiny", name: str = "streams", first: int | None = None) -> str:
     """Return the table of top-1 by method and kind, the best continual stream first."""
     figures: dict[tuple[str, str], dict[int, Records]] = {}  # method and kind -> seed -> records
     for record in records:
@@ -272,8 +278,13 @@ def page(records: Records, network: str = "deit_tiny", name: str = "streams") ->
     images = f"{about.test} under each of the 15 corruptions at severity 5"
     if not name.startswith("streams"):
         images = f"{about.validation} under each of the four validation corruptions at severity 5"
+    if first is not None:
+        images = f"the first {first:,} of {images}"
     command = f"python benchmarks/streams.py run --network {network} --data DATA --checkpoint WEIGHTS --out results"
-    words = PROTOCOL.format(words=about.words, images=images)
+    if first is not None:
+        command += f" --images {first}"
+    tries = "six" if network == "deit_tiny" else "eight"
+    words = PROTOCOL.format(words=about.words, images=images, batch=about.batch, tries=tries)
     shown = table(["method", *kinds], rows, right=True)
     return f"# One setting for every stream\n\n`{command}`\n\n{words}\n\n{shown}\n"
 
@@ -306,7 +317,10 @@ def by_round(records: Records) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True)
-    for do, methods in ((choose, GRADIENT), (run, f"{GRADIENT},{FORWARD_ONLY}")):
+    for do, methods, singles in (
+        (choose, GRADIENT, TRIAL_SINGLES),
+        (run, f"{GRADIENT},{FORWARD_ONLY}", SINGLE_IMAGES),
+    ):
         verb = verbs.add_parser(do.__name__, help=do.__doc__)
         verb.set_defaults(do=do)
         verb.add_argument("--network", choices=list(NETWORKS), default="deit_tiny")
@@ -315,6 +329,8 @@ def main() -> None:
         verb.add_argument("--out", type=Path, required=True, help="folder for records and table")
         verb.add_argument("--folder", type=Path, default=Path("runs/streams"), help="for the corrupted images")
         verb.add_argument("--methods", default=methods, help="NAME, or for `run` NAME:SEEDS, separated by commas")
+        verb.add_argument("--images", type=int, help="the first so many images under each corruption; by default all")
+        verb.add_argument("--singles", type=int, default=singles, help="images of each corruption in batches of one")
         verb.add_argument("--precision", default="auto", help="as of create: auto is bf16 on a GPU")
         verb.add_argument("--workers", type=int, default=12, help="processes; each holds all images, 6 GB")
         verb.add_argument("--seconds", type=float, default=1e6, help="stop after so long")

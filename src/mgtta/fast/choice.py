@@ -14,10 +14,13 @@ from mgtta.fast.vit import ViT
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import norm_parameters
 
-KNOWN = tuple(
-    f"{package}.{kind}"
-    for package in ("timm.models", "torchvision.models")
-    for kind in ("convnext", "resnet", "swin_transformer", "vision_transformer")
+KNOWN = (
+    *(
+        f"{package}.{kind}"
+        for package in ("timm.models", "torchvision.models")
+        for kind in ("convnext", "resnet", "swin_transformer", "vision_transformer")
+    ),
+    "mgtta.models.architectures",
 )  # modules of networks that "auto" takes
 
 
