@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import mgtta
 from mgtta._lib.profile import PARTS
+from mgtta.bench import protocol, sweep
 from mgtta.bench import resources as lab
 from mgtta.bench import run as bench
-from mgtta.bench import sweep
 from mgtta.bench.cells import Cell, Options, Setup, Training, digest
 from mgtta.bench.executors.processes import Processes
 from mgtta.bench.experiments import EXPERIMENTS, QUICK, experiment_cells, variant
@@ -618,7 +618,7 @@ def test_a_generator_in_training_is_judged_by_labels_that_are_the_models(tmp_pat
 
 
 def test_generator_train_trains_mgttas_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(lab, "Training", lambda: TINY)
+    monkeypatch.setattr(protocol, "Training", lambda: TINY)
     setup = dataclasses.replace(SMALL, generator="train")
     cells = [dataclasses.replace(FEW[0], method=m) for m in ("mgtta", "tent")]
     mine, tent = run_cells(cells, setup, Store(tmp_path))

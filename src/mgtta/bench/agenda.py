@@ -11,7 +11,8 @@ from typing import Any
 from mgtta.bench.cells import Cell, Setup, Training
 from mgtta.bench.executors.tasks import Tasks
 from mgtta.bench.needs import passes_of
-from mgtta.bench.resources import IMAGES, training_of
+from mgtta.bench.protocol import training_of
+from mgtta.bench.resources import IMAGES
 from mgtta.bench.sweep import Plan
 
 SMALLEST_BATCH = 16  # on a GPU, smaller ones take about as long

@@ -2,13 +2,11 @@
 
 import dataclasses
 import math
-import platform
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mgtta import __version__
@@ -16,20 +14,18 @@ from mgtta._lib.files import command, locked
 from mgtta._lib.profile import optimizer_apart, profiled
 from mgtta._lib.ranks import ranks_of
 from mgtta._lib.shipped import shipped
-from mgtta._lib.timm import timm
 from mgtta.adaptation.wrapper import Adapting
 from mgtta.bench.cells import Cell, Setup, Training, digest
 from mgtta.bench.needs import (
     default_generator,
-    is_moved_by_generator,
     needs_fisher,
     needs_source,
-    takes_generator,
     takes_mirror,
 )
+from mgtta.bench.protocol import described, device_name, training_of
 from mgtta.bench.provenance import check_apart, seen
 from mgtta.data.cache import Held, Room
-from mgtta.data.corruptions import VALIDATION_CORRUPTIONS, frost_source
+from mgtta.data.corruptions import VALIDATION_CORRUPTIONS
 from mgtta.data.datasets import KINDS, is_cifar_c, is_imagenet_c, open_dataset, read_classes
 from mgtta.data.embedded import images_for
 from mgtta.data.glyphs import STAND_INS
@@ -51,7 +47,6 @@ SOURCE_IMAGES = 1000  # clean ones, for the statistics
 FISHER_IMAGES = 2000  # clean ones, as in EATA's paper
 HELD_BYTES = 4 * 2**30  # decoded images that all processes of a machine keep
 STREAM_BYTES = 2**31  # a stream up to this size is kept for the cells that share it
-TRAIN = "train"
 
 
 class Listener:
@@ -98,7 +93,7 @@ class Lab:
         self.stream_bytes = min(held, STREAM_BYTES)
         self.store: ImageStore | None = None
         if setup.cache is not None:
-            made_with = [_device_name(setup.device), setup.tf32]
+            made_with = [device_name(setup.device), setup.tf32]
             self.store = ImageStore(setup.cache, setup.device, made_with, self.watch.note)
         self._stamps: dict[str, str] = {}
         self._models: dict[Any, Classifier] = {}
@@ -161,7 +156,7 @@ class Lab:
         return {"size": side, "crop_pct": crop}
 
     @property
-    def _mirrors(self) -> bool:
+    def mirrors(self) -> bool:
         """True unless the images are embedded: a mirrored character is another one."""
         return self.setup.data is not None
 
@@ -187,7 +182,7 @@ class Lab:
             return self._take_fisher()
         validation = self._path("validation", None)
         images = None if validation is None else stamp(validation)
-        how = [FISHER_IMAGES, _device_name(self.setup.device), self.setup.tf32, torch.__version__, __version__]
+        how = [FISHER_IMAGES, device_name(self.setup.device), self.setup.tf32, torch.__version__, __version__]
         name = digest([self.setup.model, self.fingerprint, self.setup.images, images, how])
         path = Path(self.setup.cache) / f"fisher-{name}.safetensors"
         with locked(path.with_suffix(".lock")):
@@ -277,7 +272,7 @@ class Lab:
             records = evaluate(method, batches, cell.reset, on_batch=on_batch, timing=timing)
         if not cell.timed:
             self._kept_method = (self._made_as(cell, images), method)
-        return [self._described(cell, record, method.precision) for record in records]
+        return [described(self, cell, record, method.precision) for record in records]
 
     def _on_batch(self, cell: Cell, batches: int) -> OnBatch:
         done = 0
@@ -309,7 +304,7 @@ class Lab:
         if needs_fisher(cell.method):
             settings["fisher"] = self.fisher
         if takes_mirror(cell.method):
-            settings.setdefault("mirror", self._mirrors)
+            settings.setdefault("mirror", self.mirrors)
         training = training_of(cell, self.setup)
         if training is not None:
             settings["generator"] = self.trained(training)
@@ -406,73 +401,6 @@ class Lab:
             self._seen[named] = seen(self.setup, [cell])
         return self._seen[named]
 
-    def _described(self, cell: Cell, record: Record, precision: str) -> dict[str, Any]:
-        model = self.model()
-        setup = self.setup
-        if setup.tf32 and precision == "fp32":
-            precision = "tf32"
-        protocol = {
-            "model": model.name,
-            "checkpoint": setup.checkpoint,
-            "weights": self.fingerprint,
-            "mean": _values(model.mean),
-            "std": _values(model.std),
-            **self._described_images(cell, record.images),
-            "reset": cell.reset,
-            "seed": cell.seed,
-            **self._described_method(cell),
-            "chosen_from": list(cell.chosen_from) or None,
-            "inputs": self.seen(cell),
-            "device": _device_name(setup.device),
-            "precision": precision,
-            "ranks": setup.ranks,
-            "threads": torch.get_num_threads(),
-            "versions": {"mgtta": __version__, "torch": torch.__version__, "timm": timm.__version__},
-            "command": command(),
-        }
-        return {**record.to_dict(), **asked(cell), "protocol": protocol}
-
-    def _described_images(self, cell: Cell, images: int) -> dict[str, Any]:
-        validation = self.setup.validation
-        if self.setup.data is None and not validation:
-            validation = f"other {images_for(self.setup.model).title}"
-        corruptions: str | None = f"mgtta, on the fly; frost: {frost_source(self.setup.frost_textures)}"
-        if self.setup.constants != Setup.constants:
-            corruptions = f"{corruptions}; constants: {self.setup.constants}"
-        if cell.severity == 0:
-            corruptions = None
-        elif isinstance(self.images(cell.split, cell.data), str):
-            corruptions = "as published"
-        order = f"shuffled, seed {cell.seed}"
-        if cell.mixed:
-            order += ", corruptions mixed within batches"
-        if cell.by_class:
-            order += ", then sorted by class"
-        return {
-            "data": self.setup.data or images_for(self.setup.model).title,
-            "validation": validation,
-            "corruptions": corruptions,
-            "images": images,
-            "order": order,
-        }
-
-    def _described_method(self, cell: Cell) -> dict[str, Any]:
-        found: dict[str, Any] = dict.fromkeys(
-            ("source images", "generator", "mirror", "hidden_size", "training_images")
-        )
-        found["generator"] = generator_of(cell, self.setup)
-        training = training_of(cell, self.setup)
-        if training is not None:
-            found["hidden_size"] = training.hidden_size
-            found["training_images"] = training.images
-            if takes_generator(cell.method):
-                found["generator"] = str(training)
-        if needs_source(cell.method):
-            found["source images"] = self.source.images
-        if takes_mirror(cell.method):
-            found["mirror"] = self._mirrors
-        return found
-
 
 def known_source(setup: Setup) -> str | None:
     """Return the statistics that need not be taken: a file, or the shipped ones of a shipped model."""
@@ -483,49 +411,9 @@ def known_source(setup: Setup) -> str | None:
     return None
 
 
-def training_of(cell: Cell, setup: Setup) -> Training | None:
-    """Return how the cell's generator is trained; None if it needs none or has one already."""
-    if cell.training is not None:
-        return cell.training
-    own = is_moved_by_generator(cell.method) and default_generator(cell.method) == Setup.generator
-    if own and setup.generator == TRAIN:
-        return Training()
-    return None
-
-
-def generator_of(cell: Cell, setup: Setup) -> str | None:
-    """Return the name or the file of the cell's generator; None if it needs none, or one that is trained."""
-    if not is_moved_by_generator(cell.method) or training_of(cell, setup) is not None:
-        return None
-    own = default_generator(cell.method)
-    if own == Setup.generator:
-        return setup.generator
-    return own
-
-
-def asked(cell: Cell) -> dict[str, Any]:
-    """Return the cell's fields as a record has them."""
-    fields = dataclasses.asdict(cell)
-    lists = {name: list(fields[name]) for name in ("domains", "without")}
-    sets = [list(pair) for pair in cell.sets]
-    return {**fields, **lists, "sets": sets, "settings": dict(cell.settings)}
-
-
 def _embedded(model: str, split: str, count: int) -> Rendered:
     """Return the images of a split that come with the package, of the kind that the model is for."""
     kind = images_for(model)
     if split == "test":
         return kind(count, TEST_SEED)
     return kind(max(count, IMAGES), VALIDATION_SEED)
-
-
-def _values(tensor: Tensor | None) -> list[float] | None:
-    if tensor is None:
-        return None
-    return tensor.flatten().tolist()
-
-
-def _device_name(device: str) -> str:
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return platform.processor() or platform.machine()

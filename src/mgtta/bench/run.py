@@ -21,8 +21,9 @@ from mgtta.bench.executors.processes import Processes
 from mgtta.bench.executors.ray import OnRay
 from mgtta.bench.experiments import experiment_cells
 from mgtta.bench.needs import needs_clean_images
+from mgtta.bench.protocol import asked, generator_of, training_of
 from mgtta.bench.provenance import check_unchanged
-from mgtta.bench.resources import HELD_BYTES, Lab, Listener, asked, generator_of, known_source, training_of
+from mgtta.bench.resources import HELD_BYTES, Lab, Listener, known_source
 from mgtta.bench.store import Store
 from mgtta.bench.streams import joint_tuning
 from mgtta.bench.sweep import Plan, by_contender, tuning
