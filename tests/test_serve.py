@@ -21,9 +21,10 @@ from mgtta.adaptation.step import Pass
 from mgtta.adaptation.wrapper import innermost
 from mgtta.data.glyphs import Glyphs
 from mgtta.data.streams import corrupted, stream
+from mgtta.serve.queue import ClosedError, Limits, OverloadedError, UnknownStreamError
 from mgtta.serve.store import StateFolder, check_name
 from mgtta.serve.stream import Stream
-from mgtta.serve.streams import ClosedError, Limits, OverloadedError, Streams, UnknownStreamError
+from mgtta.serve.streams import Streams
 from mgtta.serve.template import own_bytes, stream_copy, template
 
 SIDE = 32

@@ -18,9 +18,10 @@ import mgtta
 from mgtta._lib.files import read_tree
 from mgtta.serve.app import create_app
 from mgtta.serve.cluster import Cluster, connect
+from mgtta.serve.queue import ClosedError, Limits, OverloadedError, UnknownStreamError
 from mgtta.serve.store import StateFolder
 from mgtta.serve.stream import Stream
-from mgtta.serve.streams import ClosedError, Limits, OverloadedError, Streams, UnknownStreamError
+from mgtta.serve.streams import Streams
 from mgtta.serve.template import template
 
 MISSING = [name for name in ("ray", "mmh3") if find_spec(name) is None]  # Ray Serve needs both

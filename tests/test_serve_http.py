@@ -37,7 +37,8 @@ from mgtta.serve.app import create_app
 from mgtta.serve.client import Client, ServiceError
 from mgtta.serve.intake import HttpLimits, Intake
 from mgtta.serve.pictures import batch_of
-from mgtta.serve.streams import Limits, Streams
+from mgtta.serve.queue import Limits
+from mgtta.serve.streams import Streams
 from mgtta.serve.template import template
 
 LABELS = list("ABCDEFGHIJ")

@@ -24,8 +24,9 @@ from mgtta.serve.app import create_app
 from mgtta.serve.client import Client
 from mgtta.serve.live import MARKS, POINTS, SAMPLE_IMAGES, SAMPLED, Live, Point, merged
 from mgtta.serve.page import VIEWERS, LiveView
+from mgtta.serve.queue import Limits
 from mgtta.serve.run import Server
-from mgtta.serve.streams import Limits, Streams
+from mgtta.serve.streams import Streams
 from mgtta.serve.template import template
 
 ROOT = Path(__file__).parent.parent

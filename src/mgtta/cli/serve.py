@@ -62,7 +62,7 @@ def serve(
         from mgtta.serve import run
     except ModuleNotFoundError as error:
         raise ImportError(f"mgtta serve needs {error.name}: pip install 'mgtta[serve]'") from error
-    from mgtta.serve.streams import Limits
+    from mgtta.serve.queue import Limits
 
     chosen = {"guard": guard, "schedule": schedule} | settings(setting)
     names = run.read_labels(labels) if labels else None

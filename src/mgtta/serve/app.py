@@ -33,9 +33,9 @@ from mgtta.serve.intake import HttpLimits, Intake
 from mgtta.serve.metrics import Metrics
 from mgtta.serve.page import LiveView
 from mgtta.serve.pictures import TooManyImagesError, batch_of
+from mgtta.serve.queue import ClosedError, OverloadedError, UnknownStreamError
 from mgtta.serve.store import check_name
 from mgtta.serve.stream import Answer, CannotExportError
-from mgtta.serve.streams import ClosedError, OverloadedError, UnknownStreamError
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 BINARY = {"schema": {"type": "string", "format": "binary"}}

@@ -29,9 +29,10 @@ from torch import Tensor
 from mgtta.adaptation.estimate import Calibration
 from mgtta.adaptation.wrapper import Adapting
 from mgtta.serve.live import News
+from mgtta.serve.queue import ClosedError, Limits, OverloadedError, UnknownStreamError
 from mgtta.serve.store import StateFolder, check_name
 from mgtta.serve.stream import Answer
-from mgtta.serve.streams import BUSY, TOTALS, ClosedError, Limits, OverloadedError, Streams, UnknownStreamError
+from mgtta.serve.streams import BUSY, TOTALS, Streams
 
 log = logging.getLogger("mgtta.serve")
 HERE = "auto"  # the cluster that this machine belongs to, or a new one of this machine only

@@ -16,7 +16,8 @@ from mgtta.models.classifier import Classifier
 from mgtta.serve.app import LOCAL_HOSTS, create_app
 from mgtta.serve.cluster import AnyStreams, Cluster
 from mgtta.serve.page import LiveView
-from mgtta.serve.streams import Limits, Streams
+from mgtta.serve.queue import Limits
+from mgtta.serve.streams import Streams
 from mgtta.serve.template import template
 
 CONNECTIONS = 1024  # at the same time; more get a 503
