@@ -1,7 +1,7 @@
 """The README's figures, from results/streams.jsonl and results/speed.json.
 
     python benchmarks/headline.py                      # after benchmarks/streams.py or benchmarks/speed.py
-    python benchmarks/headline.py results/imagenet     # also headline.md in that folder, and docs/headline.svg
+    python benchmarks/headline.py results/imagenet     # also headline.md in that folder
 
 Both write the sentence on the gain, the table of streams (at most eight rows, the best first) and the cost between
 their marks in README.md and docs/index.md. With folders of records of `mgtta bench`, headline.md there has all tables
@@ -11,16 +11,13 @@ with all rows; a table is also written to the README if that has its marks.
 import json
 import math
 import re
-import statistics
 import sys
 import textwrap
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drawing import curves_svg
 from pages import between, read_lines, table
 
 from mgtta._lib.files import atomic
@@ -28,15 +25,12 @@ from mgtta.bench.store import Store
 from mgtta.report import Figure, Section, sections
 from mgtta.report.streams import over_kinds
 from mgtta.report.summary import MEAN, best, label, spelled
-from mgtta.report.words import footing_words
+from mgtta.report.words import EDGE, at_edge, chosen, footing_words
 
 Record = dict[str, Any]
 
 ROOT = Path(__file__).parent.parent
 ROWS = 8  # most of a table in the README
-DRAWN = ("mgtta+", "mgtta", "eq7_adam", "eq7_sgd", "roid", "eata", "foa", "tent", "noadapt")
-LOOKS = {"mgtta+": "best", "mgtta": "second", "noadapt": "still"}
-WINDOW = 5  # batches
 NARROW = "\u202f%"  # holds a figure and its sign together while lines are broken
 STREAMS_PAGE = "results/streams.md"  # has all rows of the table of streams
 KIND_WORDS = {  # kind of stream -> what it is; the first one is the headline
@@ -50,12 +44,12 @@ KIND_WORDS = {  # kind of stream -> what it is; the first one is the headline
     "clean": "clean images",
 }
 KIND_NAMES = {"rounds": "last round", "one": "image by image", "labels": "by class"}
-OTHERS = {  # title -> what its records have
-    "continual": {"experiment": "continual"},
-    "mixed": {"experiment": "mixed"},
-    "batches of 2": {"experiment": "small-batch", "batch_size": 2},
-    "batches of 4": {"experiment": "small-batch", "batch_size": 4},
-    "clean images": {"experiment": "variants", "domain": "clean"},
+OTHERS = {  # title -> experiment, and column; None: the mean, or the only one
+    "continual": ("continual", None),
+    "mixed": ("mixed", None),
+    "batches of 2": ("small-batch", "2"),
+    "batches of 4": ("small-batch", "4"),
+    "clean images": ("variants", "clean"),
 }
 
 
@@ -181,93 +175,98 @@ def settings(records: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
-# --- the corruptions, and other streams with settings of their own
+# --- the experiments of `mgtta bench`, each method with settings chosen for the experiment
 
 
-def by_method(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Return the records of the experiment `corruptions` by method."""
-    found = defaultdict(list)
-    for record in records:
-        if record["experiment"] == "corruptions":
-            found[spelled(record["method"])].append(record)
-    return dict(found)
+def of_experiment(records: Iterable[Record], name: str) -> list[Section]:
+    """Return the sections of an experiment on test images, the one with most images first."""
+    found = sections(r for r in records if r["experiment"] == name and r.get("split", "test") == "test")
+    return sorted(found, key=lambda section: -section.records[0]["images"])
 
 
-def mean_over_domains(records: list[Record]) -> dict[int, float]:
-    """Return top-1 of each seed, the mean over the corruptions."""
-    seeds = sorted({r["seed"] for r in records})
-    return {seed: statistics.mean(r["top1"] for r in records if r["seed"] == seed) for seed in seeds}
-
-
-def gain(records: list[Record], still: list[Record]) -> tuple[float, str]:
-    """Return the least gain over `still` on any corruption, in points, and the corruption."""
-
-    def means(found: list[Record]) -> dict[str, float]:
-        return {d: statistics.mean(r["top1"] for r in found if r["domain"] == d) for d in {r["domain"] for r in found}}
-
-    before = means(still)
-    after = means(records)
-    return min((after[d] - before[d], d) for d in after)
-
-
-def part(records: list[Record], batches: slice) -> float:
-    """Return top-1 on some of the batches of full streams."""
-    hits, images = (sum(sum(r[key][batches]) for r in records) for key in ("curve", "sizes"))
-    return 100 * hits / images
-
-
-def headline(methods: dict[str, list[Record]]) -> Ranked:
+def headline(section: Section) -> Ranked:
     """Return the table of the 15 corruptions, reset before each."""
+    figures = section.figures()
+    errors = section.figures("ece")
+    names = _row_names(section)
+    finished = [row for row in figures if MEAN in figures[row]]
+    top = best({row: figures[row] for row in finished}, MEAN)
     rows = []
-    for name, records in methods.items():
-        mean, shown = _mean_and_spread(records)
-        least, where = gain(records, methods["noadapt"])
-        rate = records[0]["settings"].get("lr", "")
-        ece = statistics.mean(r["ece"] for r in records)
-        worst = "" if name == "noadapt" else f"{least:+.1f} ({where.replace('_', ' ')})".replace("-", "−")
-        ends = [f"{part(records, batches):.1f}" for batches in (slice(10), slice(-10, None))]
-        rows.append((mean, [name, str(rate), shown, *ends, worst, f"{ece:.1f}"]))
-    rows.sort(key=lambda row: -row[0])
-    rows[0][1][2] = f"**{rows[0][1][2]}**"
+    for row in sorted(finished, key=lambda row: -figures[row][MEAN].mean):
+        own = section.of(row)
+        halves = [f"{part(own, first):.1f}" for first in (True, False)]
+        worst = ""
+        if names[row] != "noadapt":
+            worst = _least_gain(figures[row], figures["noadapt"])
+        mean = _plus_minus(figures[row][MEAN], row in top)
+        rows.append([names[row], _rates(own), mean, *halves, worst, f"{errors[row][MEAN].mean:.1f}"])
     head = [
         "method",
         "learning rate",
         "top-1, %",
-        "first 10 batches",
-        "last 10",
+        "first half of batches",
+        "second half",
         "worst against NoAdapt, points",
         "ECE, %",
     ]
-    first = methods["noadapt"][0]
+    first = section.records[0]
     title = f"{first['protocol']['model']}: 15 corruptions of {first['images']:,} images, reset before each"
-    return Ranked(title, head, [cells for _, cells in rows])
+    return Ranked(title, head, rows)
 
 
-def others(records: Iterable[Record]) -> Ranked:
-    """Return top-1 on streams that have learning rates of their own, sorted by the first of them."""
-    known = list(records)
-    columns: dict[str, dict[str, tuple[float, str]]] = {}
-    for title, asked in OTHERS.items():
-        found = defaultdict(list)
-        for r in known:
-            if all(r[key] == value for key, value in asked.items()):
-                found[spelled(r["method"])].append(r)
-        if found:
-            columns[title] = {name: _mean_and_spread(its) for name, its in found.items()}
-    first = next(iter(columns.values()), {})
-    best_of = [max(column.values()) for column in columns.values()]
-    rows = []
-    for name in sorted(first, key=first.__getitem__, reverse=True):
-        cells = [column.get(name, (0.0, "")) for column in columns.values()]
-        marked = [f"**{c[1]}**" if c == top else c[1] for c, top in zip(cells, best_of, strict=True)]
-        rows.append([name, *marked])
+def _least_gain(cells: dict[str, Figure], still: dict[str, Figure]) -> str:
+    """Return the least gain on any corruption, in points, and the corruption."""
+    least, where = min((cells[c].mean - still[c].mean, c) for c in cells if c != MEAN)
+    return f"{least:+.1f} ({where.replace('_', ' ')})".replace("-", "−")
+
+
+def _rates(records: Sequence[Record]) -> str:
+    """Return the learning rate of a row, marked if it is at an edge of those that were tried."""
+    rates = sorted({r["settings"]["lr"] for r in records if "lr" in r["settings"]})
+    text = ", ".join(label(rate) for rate in rates)
+    if any(map(at_edge, chosen(records))):
+        text += f" {EDGE}"
+    return text
+
+
+def part(records: Sequence[Record], first: bool) -> float:
+    """Return top-1 on the first or on the second half of the batches of each record."""
+    hits = images = 0
+    for r in records:
+        half = len(r["curve"]) // 2
+        batches = slice(half) if first else slice(half, None)
+        hits += sum(r["curve"][batches])
+        images += sum(r["sizes"][batches])
+    return 100 * hits / images
+
+
+def others(records: Sequence[Record]) -> Ranked:
+    """Return top-1 on other streams, in each the methods with most images, sorted by the first stream."""
+    columns: dict[str, dict[str, str]] = {}
+    order: list[str] = []
+    for title, (experiment, column) in OTHERS.items():
+        found = of_experiment(records, experiment)
+        if not found or column not in (None, *found[0].columns):
+            continue
+        section = found[0]
+        figures = section.figures()
+        name = column or section.headings(figures)[-1]
+        top = best(figures, name)
+        names = _row_names(section)
+        ranked = sorted((row for row in figures if name in figures[row]), key=lambda row: -figures[row][name].mean)
+        columns[title] = {names[row]: _marked(section, row, name, figures[row][name], row in top) for row in ranked}
+        order += [names[row] for row in ranked if names[row] not in order]
+    rows = [[name, *(cells.get(name, "") for cells in columns.values())] for name in order]
     return Ranked("Other streams, each with its own learning rates", ["method", *columns], rows)
 
 
-def _mean_and_spread(records: list[Record]) -> tuple[float, str]:
-    scores = list(mean_over_domains(records).values())
-    spread = f" ± {statistics.stdev(scores):.1f}" if len(scores) > 1 else ""
-    return statistics.mean(scores), f"{statistics.mean(scores):.1f}{spread}"
+def _marked(section: Section, row: str, column: str, figure: Figure, bold: bool) -> str:
+    """Return a figure, with a dagger if its learning rate is at an edge of those that were tried."""
+    own = [r for r in section.of(row) if column in (section.column(r), MEAN)]
+    text = _plus_minus(figure, bold)
+    if any(map(at_edge, chosen(own))):
+        text += f" {EDGE}"
+    return text
 
 
 def speed() -> str:
@@ -326,40 +325,16 @@ def _costs(parts: Sequence[dict[str, Any]], precision: str) -> str:
     return ", ".join(found.values())
 
 
-# --- the picture
-
-
-def curve(records: list[Record]) -> list[float]:
-    """Return accuracy in windows of batches, the mean over corruptions and seeds."""
-    full = [r for r in records if len(r["curve"]) > WINDOW]
-    length = min(len(r["curve"]) for r in full)
-    hits = [sum(r["curve"][i] for r in full) for i in range(length)]
-    images = [sum(r["sizes"][i] for r in full) for i in range(length)]
-    starts = range(length - WINDOW + 1)
-    return [100 * sum(hits[i : i + WINDOW]) / sum(images[i : i + WINDOW]) for i in starts]
-
-
-def picture(methods: dict[str, list[Record]]) -> str:
-    """Return the curves of some methods as an SVG."""
-    return curves_svg(
-        {name: curve(methods[name]) for name in DRAWN if name in methods},
-        LOOKS,
-        WINDOW,
-        "15 corruptions at severity 5, reset before each, mean over seeds",
-        f"batches of 64 seen (windows of {WINDOW})",
-        "accuracy, %",
-    )
-
-
 # --- the pages
 
 
 def tables(records: Sequence[Record]) -> dict[str, list[Ranked]]:
     """Return mark -> the tables between its marks, in the order of headline.md; without those that have no rows."""
-    corruptions = by_method(records)
-    found = {"streams": streams(records), "headline": [], "others": [others(records)]}
-    if corruptions:
-        found["headline"] = [headline(corruptions)]
+    found = {
+        "streams": streams(records),
+        "headline": [headline(section) for section in of_experiment(records, "corruptions")],
+        "others": [others(records)],
+    }
     filled = {mark: [one for one in ranked if one.rows] for mark, ranked in found.items()}
     return {mark: ranked for mark, ranked in filled.items() if ranked}
 
@@ -373,23 +348,40 @@ def in_readme(records: Sequence[Record], rest: str) -> dict[str, str]:
     return {mark: "\n\n".join(one.some(rest) for one in ranked) for mark, ranked in tables(records).items()}
 
 
-OF_VERSION_1 = """These rows were measured with version 0.1. Its DeYO, EATA and CoTTA had the settings of the MGTTA
-paper, today `settings="mgtta"`, and its ROID corrected priors in another way than the authors' code. Its `mgtta+` had
-a rate that falls (`decay=5`) and neither pull, gather nor recall, which are its defaults now. Nothing has changed for
-the other rows.
+ABOUT = """{model}, ImageNet validation images under each of the 15 corruptions at severity 5, mean and standard
+deviation over {seeds} seeds (order of the stream and draw of the corruption). Every method that has a learning rate had
+seven tries on other images under four other corruptions, and more if the best was the first or the last of them; {edge}
+marks a rate that still is. `deyo@mgtta` is DeYO at the settings of the MGTTA paper. "worst" is the smallest gain of a
+method on any corruption; ECE is the expected calibration error; eq7 is the objective of MGTTA, Eq. 7 of the paper, with
+another optimizer. Images per corruption: {images}. Methods with fewer images than these stand in tables of their own in
+report.md."""
 
-DeiT-Tiny, ImageNet validation images under each of the 15 corruptions at severity 5, batch 64, mean and standard
-deviation over three seeds (order of the stream and draw of the corruption). Every learning rate was chosen from
-seven, from a tenth to ten times the recipe's own, on 1,000 other images under four other corruptions. "worst" is the
-smallest gain of a method on any corruption; ECE is the expected calibration error; eq7 is the objective of MGTTA, Eq.
-7 of the paper, with another optimizer. Other streams: 500 images of each corruption one after another, and mixed; 256
-in small batches; 2,000 clean images; each with learning rates chosen on validation streams of its kind, clean images
-with those of the first table."""
+
+def about(records: Sequence[Record]) -> str:
+    """Return the protocol of the tables, in words."""
+    corruptions = of_experiment(records, "corruptions")[0]
+    images = []
+    for name in ("corruptions", "continual", "mixed", "small-batch", "sweep"):
+        found = [r for r in records if r["experiment"] == name]
+        if found:
+            words = {"sweep": "the tries"}.get(name, f"`{name}`")
+            domains = [len(r["domains"]) if r["mixed"] else 1 for r in found]
+            most = max(r["images"] // n for r, n in zip(found, domains, strict=True))
+            images.append(f"{words} {most:,}")
+    text = ABOUT.format(
+        model=corruptions.records[0]["protocol"]["model"],
+        seeds=len({r["seed"] for r in corruptions.records}),
+        edge=EDGE,
+        images=", ".join(images),
+    )
+    return textwrap.fill(" ".join(text.split()), 118)
 
 
 def all_rows(records: Sequence[Record], command: str) -> str:
     """Return headline.md: every table with all its rows."""
-    parts = ["# Tables of version 0.1", "Written from the records by", f"    {command}", OF_VERSION_1]
+    parts = ["# All rows", "Written from the records by", f"    {command}"]
+    if of_experiment(records, "corruptions"):
+        parts.append(about(records))
     for mark, ranked in tables(records).items():
         for one in ranked:
             parts += [f"## {one.title}", one.all()]
@@ -440,13 +432,10 @@ def pages() -> dict[Path, dict[str, str]]:
 
 
 def write(folder: Path) -> None:
-    """Write headline.md beside the records, their tables into the README if it has their marks, and headline.svg."""
+    """Write headline.md beside the records, and their tables into the README if it has their marks."""
     records = Store(folder).records()
     name = f"results/{folder.name}"
-    corruptions = by_method(records)
     _write(folder / "headline.md", all_rows(records, f"python benchmarks/headline.py {name}"))
-    if corruptions:
-        _write(ROOT / "docs" / "headline.svg", picture(corruptions))
     readme = ROOT / "README.md"
     _write(readme, written(readme.read_text(), in_readme(records, f"{name}/headline.md")))
 
