@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mgtta.bench.executors.pool import spread
+from mgtta.bench.executors.processes import GRACE_SECONDS
 from mgtta.bench.executors.tasks import Tasks
 
-GRACE_SECONDS = 60  # after the end, for jobs that do not look at the time; killed ones can break others on the GPU
 _ends = math.inf  # when the time of this process is over
 
 

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from mgtta.bench.cells import Cell, Setup
 from mgtta.bench.executors.base import WorkerError
 from mgtta.bench.executors.here import Here
 from mgtta.bench.executors.pool import spread
 from mgtta.bench.executors.processes import Processes
 from mgtta.bench.executors.tasks import Tasks
+from mgtta.bench.run import run_cells
+from mgtta.bench.store import Store
 
 
 def _strange():
@@ -136,6 +139,16 @@ def test_what_has_begun_may_finish_within_the_grace_and_workers_end_by_themselve
     [(task, process)] = found
     assert task == 1.5
     assert [path.name for path in tmp_path.iterdir()] == [str(process)]
+
+
+def test_no_cell_begins_when_the_time_of_a_run_is_over(tmp_path):
+    cell = Cell("corruptions", "noadapt", ("fog",))
+    store = Store(tmp_path)
+    with pytest.raises(TimeoutError, match="0 seconds are over"):
+        run_cells([cell], Setup(images=4), store, workers=1, seconds=0)
+    assert store.records() == []
+    [record] = run_cells([cell], Setup(images=4), store)
+    assert record["images"] == 4
 
 
 def _begin(known):
