@@ -208,9 +208,13 @@ def _rounded(scores: dict[str, float]) -> dict[str, float]:
 
 def run(args: argparse.Namespace) -> None:
     """Adapt each network with each optimizer; write records and the table after each network."""
+    ends = time.monotonic() + args.seconds
     for network in _networks(args):
         for generator in (SHIPPED, str(args.generator or args.out / CHOSEN)):
-            _run_network(network, generator, args)
+            try:
+                _run_network(network, generator, args, max(0.0, ends - time.monotonic()))
+            except TimeoutError as error:
+                print(f"{error}: the same command takes up what is missing", flush=True)
         write_page(args)
 
 
@@ -225,7 +229,7 @@ def write_page(args: argparse.Namespace) -> None:
     print(text)
 
 
-def _run_network(network: Network, generator: str, args: argparse.Namespace) -> None:
+def _run_network(network: Network, generator: str, args: argparse.Namespace, seconds: float) -> None:
     """Adapt a network: by all methods with the shipped generator, by mgtta with another one."""
     setup = Setup(
         network.name,
@@ -249,7 +253,8 @@ def _run_network(network: Network, generator: str, args: argparse.Namespace) -> 
         for method in methods
     ]
     store = Store(args.out)
-    more = {"workers": args.workers, "title": f"{network.name}, generator {Path(generator).stem}"}
+    title = f"{network.name}, generator {Path(generator).stem}"
+    more: dict[str, Any] = {"workers": args.workers, "title": title, "seconds": seconds}
     if args.sweep:
         limits = () if args.sweep_images is None else ((SWEEP, args.sweep_images),)
         run_swept(cells, setup, store, Options([], limits=limits), **more)
@@ -315,6 +320,7 @@ def main() -> None:
     running = verbs.add_parser("run", help="adapt the networks")
     running.set_defaults(do=run)
     running.add_argument("--seeds", type=int, default=3)
+    running.add_argument("--seconds", type=float, default=1e6, help="with --workers: nothing begins after so long")
     running.add_argument("--images", type=int, help="of each corruption; by default all")
     running.add_argument("--sweep-images", type=int, help="of each validation corruption, for rates; by default all")
     running.add_argument("--generator", type=Path, help="that `train` kept; by default the one in --out")

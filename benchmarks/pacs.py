@@ -20,6 +20,7 @@ import dataclasses
 import io
 import statistics
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -182,22 +183,33 @@ def adapt(args: argparse.Namespace) -> None:
         tf32=True,
         num_classes=CLASSES,
     )
-    store = Store(args.out)
-    more: dict[str, Any] = {"workers": args.workers}
-    plain = cells(args.data, args.methods.split(","), args.seeds)
-    if args.sweep:
-        plain = _at_one_rate(plain, setup, store, more)
-    asked = args.guarded.split(",")
-    watched = [guarded(cell) for cell in plain if cell.method in asked and cell.seed == 0]
-    by_seed = sorted([*plain, *watched], key=lambda cell: cell.seed)
-    run_cells(by_seed, setup, store, title="pacs", **more)
+    try:
+        _run(setup, args)
+    except TimeoutError as error:
+        print(f"{error}: the same command takes up what is missing", flush=True)
     write_page(args)
 
 
-def _at_one_rate(plain: list[Cell], setup: Setup, store: Store, more: dict[str, Any]) -> list[Cell]:
-    """Return the cells at the settings that are best for single styles as they come, with one seed."""
-    first = [cell for cell in plain if cell.experiment == "pacs" and cell.seed == 0]
-    swept, _ = run_swept(first, setup, store, title="pacs", **more)
+def _run(setup: Setup, args: argparse.Namespace) -> None:
+    """Choose learning rates, then run all cells, those of the first seed first."""
+    store = Store(args.out)
+    ends = time.monotonic() + args.seconds
+
+    def more() -> dict[str, Any]:
+        return {"title": "pacs", "workers": args.workers, "seconds": max(0.0, ends - time.monotonic())}
+
+    plain = cells(args.data, args.methods.split(","), args.seeds)
+    if args.sweep:  # on single styles as they come, with one seed
+        first = [cell for cell in plain if cell.experiment == "pacs" and cell.seed == 0]
+        plain = _at_one_rate(plain, run_swept(first, setup, store, **more())[0])
+    asked = args.guarded.split(",")
+    watched = [guarded(cell) for cell in plain if cell.method in asked and cell.seed == 0]
+    by_seed = sorted([*plain, *watched], key=lambda cell: cell.seed)
+    run_cells(by_seed, setup, store, **more())
+
+
+def _at_one_rate(plain: list[Cell], swept: list[Cell]) -> list[Cell]:
+    """Return the cells at the settings that were found best for their method."""
     best = {cell.method: cell for cell in swept}
     return [
         dataclasses.replace(cell, settings=best[cell.method].settings, chosen_from=best[cell.method].chosen_from)
@@ -251,7 +263,7 @@ def page_table(records: list[dict[str, Any]]) -> str:
     for method in sorted(methods, key=mean):
         shown = []
         for column in columns:
-            still = scores["noadapt", False, column]
+            still = scores.get(("noadapt", False, column), [])
             found = [scores.get((method, guard, column)) for guard in (False, True)]
             shown.append(" / ".join(_shown(each, still) for each in found if each))
         rows.append([method, *shown, f"{mean(method):.1f}"])
@@ -263,7 +275,7 @@ def _shown(found: list[float], still: list[float]) -> str:
     text = f"{statistics.mean(found):.1f}"
     if len(found) > 1:
         text += f" ± {spread:.1f}"
-    if statistics.mean(found) < statistics.mean(still) - spread:
+    if still and statistics.mean(found) < statistics.mean(still) - spread:
         text += " ▼"
     return text
 
@@ -288,6 +300,7 @@ def main() -> None:
     running.add_argument("--generator", default=Setup.generator)
     running.add_argument("--sweep", action=argparse.BooleanOptionalAction, default=True)
     running.add_argument("--workers", type=int, default=0)
+    running.add_argument("--seconds", type=float, default=1e6, help="with --workers: nothing begins after so long")
     for verb in (training, running):
         verb.add_argument("--data", type=Path, required=True, help="folder of the three tars")
         verb.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

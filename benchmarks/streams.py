@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from pages import read_lines, table
-from processes import in_processes
+from processes import check_time, in_processes
 from stream_images import NETWORKS, make
 from torch import Tensor
 
@@ -134,7 +134,10 @@ class Bench:
         for domain, batches in self.visits(kind, seed):
             if kind == "reset":
                 method.reset()
-            logits = [method(self.images[rows[:, 1].to(self.images.device)]) for rows in batches]
+            logits = []
+            for rows in batches:
+                check_time()
+                logits.append(method(self.images[rows[:, 1].to(self.images.device)]))
             y = self.labels[torch.cat(batches)[:, 0]]
             records.append({"domain": domain, **scores(torch.cat(logits).float().cpu(), y)})
         own = {"experiment": "streams", "method": name, "kind": kind, "seed": seed, "settings": settings}

@@ -82,6 +82,9 @@ def test_cells_of_pacs_cover_all_streams_with_and_without_guard(pacs):
         ("validation", True, "domain", ()),
         ("validation", False, "never", ()),
     }
+    swept = [Cell("pacs", method, ("art",), settings=(("lr", lr),)) for method, lr in (("noadapt", 0.0), ("tent", 0.5))]
+    at_one = pacs._at_one_rate(found, swept)
+    assert {(cell.method, cell.settings) for cell in at_one} == {(cell.method, cell.settings) for cell in swept}
     watched = pacs.guarded(found[-1])
     assert dict(watched.settings) == {"guard": True}
     assert watched.key(Setup()) != found[-1].key(Setup())
@@ -104,6 +107,8 @@ def test_the_table_of_pacs_marks_what_falls_below_noadapt(pacs):
     lines = pacs.page_table(records).splitlines()
     assert lines[2] == "| tent | 40.5 ± 0.7 ▼ / 50.0 ± 0.0 | 40.5 |"
     assert lines[3] == "| noadapt | 50.0 ± 0.0 | 50.0 |"
+    only = pacs.page_table([record("tent", 40.0, 0)]).splitlines()
+    assert only[2] == "| tent | 40.0 | 40.0 |"
 
 
 def test_a_records_command_names_the_script_that_ran(monkeypatch):

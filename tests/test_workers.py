@@ -1,15 +1,20 @@
+import atexit
 import importlib
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from mgtta.bench.cells import Cell, Setup
 from mgtta.bench.executors.base import WorkerError
 from mgtta.bench.executors.here import Here
 from mgtta.bench.executors.pool import spread
 from mgtta.bench.executors.processes import Processes
 from mgtta.bench.executors.tasks import Tasks
+from mgtta.bench.run import run_cells
+from mgtta.bench.store import Store
 
 
 def _strange():
@@ -116,6 +121,36 @@ def test_time_that_is_over_ends_the_processes():
     assert time.monotonic() - began < 60
 
 
+def _told_and_slow(folder):
+    """For a worker: says when it ends by itself, and takes as many seconds as the task."""
+    atexit.register((folder / f"{os.getpid()}").touch)
+
+    def run(task):
+        time.sleep(task)
+        return os.getpid()
+
+    return run
+
+
+def test_what_has_begun_may_finish_within_the_grace_and_workers_end_by_themselves(tmp_path):
+    found = []
+    with pytest.raises(TimeoutError, match="1 seconds are over"):
+        found.extend(spread(Tasks([1.5, 0.1]), partial(_told_and_slow, tmp_path), 1, seconds=1, grace=60))
+    [(task, process)] = found
+    assert task == 1.5
+    assert [path.name for path in tmp_path.iterdir()] == [str(process)]
+
+
+def test_no_cell_begins_when_the_time_of_a_run_is_over(tmp_path):
+    cell = Cell("corruptions", "noadapt", ("fog",))
+    store = Store(tmp_path)
+    with pytest.raises(TimeoutError, match="0 seconds are over"):
+        run_cells([cell], Setup(images=4), store, workers=1, seconds=0)
+    assert store.records() == []
+    [record] = run_cells([cell], Setup(images=4), store)
+    assert record["images"] == 4
+
+
 def _begin(known):
     global _known
     _known = known
@@ -132,3 +167,20 @@ def test_benchmarks_leave_out_jobs_that_fail(monkeypatch, capsys):
     processes = importlib.import_module("processes")
     assert sorted(processes.in_processes([1, 0, 2], _add, _begin, (10,), workers=1, seconds=60)) == [(1, 11), (2, 12)]
     assert "0 failed: ValueError('nothing to add')" in capsys.readouterr().out
+
+
+def _without_end(job):
+    processes = importlib.import_module("processes")
+    while True:
+        processes.check_time()
+        time.sleep(0.05)
+
+
+def test_jobs_that_look_at_the_time_stop_and_the_rest_is_left(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent / "benchmarks"), prepend=os.pathsep)
+    processes = importlib.import_module("processes")
+    began = time.monotonic()
+    assert list(processes.in_processes([1, 2], _without_end, _begin, (10,), workers=1, seconds=1)) == []
+    assert time.monotonic() - began < processes.GRACE_SECONDS
+    assert "time is over" in capsys.readouterr().out

@@ -88,6 +88,7 @@ def run_plans(
     title: str = "",
     process_group: ProcessGroup | None = None,
     ray: str | None = None,
+    seconds: float | None = None,
 ) -> tuple[list[list[Cell]], Callable[[Sequence[Cell]], Records]]:
     """Run the cells that plans ask for and the store does not hold.
 
@@ -102,11 +103,13 @@ def run_plans(
             store counts.
         ray: the address of a Ray cluster that runs the cells, or "auto". Cells that are measured by the clock run
             there one at a time, after all others.
+        seconds: no cell begins in a worker process after so many, and a TimeoutError is raised if some are left; what
+            is finished is in the store.
     """
     watch = watch or Listener()
     ranks = ranks_of(process_group)
     setup = dataclasses.replace(setup, ranks=ranks.size)
-    executor = _executor(cells, setup, workers, ray)
+    executor = _executor(cells, setup, workers, ray, seconds)
     there = ranks.tell(lambda: _by_cell(store))
 
     def finish(cell: Cell, work: str, records: Records, fresh: bool) -> Records:
@@ -190,7 +193,7 @@ class _Start:
         return work if self.watch is not None else forgiving
 
 
-def _executor(cells: Sequence[Cell], setup: Setup, workers: int, ray: str | None) -> Executor:
+def _executor(cells: Sequence[Cell], setup: Setup, workers: int, ray: str | None, seconds: float | None) -> Executor:
     if (setup.ranks > 1) + bool(workers) + (ray is not None) > 1:
         raise ValueError(
             "torchrun's ranks run each cell together, workers and Ray run cells separately: take one of them"
@@ -201,7 +204,7 @@ def _executor(cells: Sequence[Cell], setup: Setup, workers: int, ray: str | None
     if ray is not None:
         return OnRay(ray, gpus=int(torch.device(setup.device).type == "cuda"))
     if workers:
-        return Processes(workers)
+        return Processes(workers, seconds)
     return Here()
 
 

@@ -13,9 +13,11 @@ from typing import Any
 from mgtta.bench.executors.base import Work, WorkerError, message
 from mgtta.bench.executors.tasks import Tasks
 
+EXIT_SECONDS = 10  # for a worker to end by itself: on a GPU that others share, one that is killed can break these
+
 
 def spread(
-    tasks: Tasks, start: Callable[[], Work], workers: int, seconds: float | None = None
+    tasks: Tasks, start: Callable[[], Work], workers: int, seconds: float | None = None, grace: float = 0.0
 ) -> Iterator[tuple[Any, Any]]:
     """Yield (task, result) for every task, as they finish; stopping early stops the workers.
 
@@ -23,7 +25,8 @@ def spread(
         tasks: who reads the results may add others meanwhile. A worker takes next, where it can, one of the same kin as
             its last, whose data it still holds.
         start: called once in each process; it returns the function that is called with each task.
-        seconds: a TimeoutError is raised after so many; by default never.
+        seconds: no task begins after so many; by default never. A TimeoutError says that some were left.
+        grace: seconds more, in which tasks that have begun may finish; then their processes are killed.
     """
     ends = math.inf if seconds is None else time.monotonic() + seconds
     processes: dict[Connection, Any] = {}
@@ -31,6 +34,8 @@ def spread(
     busy: dict[Connection, Any] = {}  # connection -> its task
 
     def give() -> None:
+        if time.monotonic() >= ends:
+            return
         _start_processes(processes, free, start, min(workers - len(processes), len(tasks) - len(free)))
         for connection in list(free)[: len(tasks)]:
             in_hand = {tasks.kin(task) for task in busy.values()}
@@ -41,9 +46,9 @@ def spread(
     try:
         give()
         while busy:
-            ready = wait(list(busy), _seconds_until(ends))
+            ready = wait(list(busy), _seconds_until(ends + grace))
             if not ready:
-                raise TimeoutError(f"{seconds:.0f} seconds are over")
+                break
             for connection in [c for c in busy if c in ready]:
                 task = busy[connection]
                 result = _answer(connection, processes[connection], task)
@@ -51,11 +56,23 @@ def spread(
                 give()  # before the result is looked at, so that nobody waits for that
                 yield task, result
             give()
+        if busy or len(tasks):
+            raise TimeoutError(f"{seconds:.0f} seconds are over")
     finally:
         for connection, process in processes.items():
-            connection.close()
+            if connection in busy:
+                process.terminate()
+            connection.close()  # a worker that waits for a task ends then
+        _join(list(processes.values()))
+
+
+def _join(processes: list[Any]) -> None:
+    """Wait until processes, which end side by side, are gone; kill those that take too long."""
+    ends = time.monotonic() + EXIT_SECONDS
+    for process in processes:
+        process.join(_seconds_until(ends))
+        if process.is_alive():
             process.terminate()
-        for process in processes.values():  # they end side by side
             process.join()
 
 
