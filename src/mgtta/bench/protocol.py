@@ -129,7 +129,7 @@ def generator_of(cell: Cell, setup: Setup) -> str | None:
 def device_name(device: str) -> str:
     """Return the name of the GPU, or of the kind of CPU."""
     if torch.device(device).type == "cuda":
-        return torch.cuda.getdevice_name(device)
+        return torch.cuda.get_device_name(device)
     return platform.processor() or platform.machine()
 
 
