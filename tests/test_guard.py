@@ -215,13 +215,13 @@ def test_of_large_batches_a_sample_is_asked_about_now_and_then(sure_model, monke
     held = mgtta.create("tent", sure_model, lr=1e-6, guard=Guard(every=256, doubt=1.0))
     asked = watched(held)
     at = []
-    for k, x in enumerate(stream(12, batch=64)):
+    for k, x in enumerate(stream(14, batch=64)):
         held.watch.lost = [0.5 * Guard().tolerance] * len(held.watch.lost)
         held(x)
         if len(asked) > len(at):
             at.append(k)
     assert asked == [32 + 8] * len(at)
-    assert at == [1, 2, 4, 7, 11]  # the pauses grow up to 256 images
+    assert at == [1, 2, 4, 8, 12]  # the pauses double up to 256 images
 
 
 def test_large_batches_are_asked_about_the_more_rarely_the_less_the_models_differ(sure_model):

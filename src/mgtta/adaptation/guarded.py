@@ -196,8 +196,8 @@ class Guarded(Wrapper):
     def _due(self, n: int) -> bool:
         """Return whether the source should be asked about this batch of n images, if there is no doubt."""
         watch = self.watch
-        early = (watch.asked_at - watch.began) // 2  # after a start the pauses grow
-        return watch.images - watch.asked_at >= min(max(early, 1), self._pause(n))
+        early = max(watch.asked_at - watch.began - n, 1)  # after a start the pauses double
+        return watch.images - watch.asked_at >= min(early, self._pause(n))
 
     def _pause(self, n: int) -> float:
         """Return the images between two questions about batches of n images."""
