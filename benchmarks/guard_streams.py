@@ -123,15 +123,13 @@ def plan(stream: str, labels: Tensor, four: Iterable[str], many: Iterable[str], 
 def turn(cell: Cell) -> int:
     """Return when a cell is run: what matters most is first, in case time ends."""
     _, rate, stream = cell
-    if stream in BENIGN and rate == "default":
-        return 0
-    if stream in SINGLE and rate == "default":  # these take longest
-        return 1
-    if stream not in LONG:
+    if stream in BENIGN:
+        return 0 if rate == "default" else 1
+    if stream not in (*LONG, "classes"):
         return 2
-    if stream == "noise" or rate == "tuned":
-        return 4
-    return 3
+    if stream in SINGLE:
+        return 3 if rate == "default" else 5
+    return 4
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:

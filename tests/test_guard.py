@@ -216,7 +216,7 @@ def test_of_large_batches_a_sample_is_asked_about_now_and_then(sure_model, monke
     asked = watched(held)
     at = []
     for k, x in enumerate(stream(14, batch=64)):
-        held.watch.lost = [0.5 * Guard().tolerance] * len(held.watch.lost)
+        held.watch.lost = [Guard().tolerance] * len(held.watch.lost)
         held(x)
         if len(asked) > len(at):
             at.append(k)
@@ -323,9 +323,10 @@ def test_batch_norm_is_compared_with_what_normalises_alike():
 def test_what_is_lost_by_the_source_s_own_judgement():
     asked = torch.tensor([[3.0, 0.0, 0.0], [0.0, 2.0, 0.0], [1.0, 0.0, 0.0]])
     logits = torch.tensor([[0.0, 5.0, 0.0], [0.0, 1.0, 0.0], [float("nan"), 0.0, 0.0]])
-    lost, of_source, of_method = what_is_lost(asked, logits)
+    lost, sure, of_source, of_method = what_is_lost(asked, logits)
     q = asked.softmax(-1)
     assert lost.tolist() == pytest.approx([float(q[0, 0] - q[0, 1]), 0, float(q[2, 0])])
+    assert torch.equal(sure, q.amax(-1))
     assert of_source.tolist() == [0, 1, 0]
     assert of_method.tolist()[:2] == [1, 1]
 
@@ -370,17 +371,16 @@ def test_repeats_are_the_chance_of_one_class():
 
 def test_harm_falls_where_predictions_spread_and_rises_where_they_gather():
     n = 64
+    half = torch.full((n,), 0.5)  # as sure as it is steady, or less
     watch = Watch()
-    watch.take(torch.full((n,), 0.05), torch.arange(n) % 16, torch.arange(n) % 24, window=256)
+    watch.take(torch.full((n,), 0.05), half, torch.arange(n) % 16, torch.arange(n) % 24, window=256)
     least = 4 / (n * (n - 1) / 2)
     spread = math.log((repeats([k % 16 for k in range(n)]) + least) / (repeats([k % 24 for k in range(n)]) + least))
     assert 0.5 < spread < 1
     assert watch.harm() == pytest.approx(0.05 - CREDIT * spread)
-    assert watch.doubtful((0.05 - CREDIT * spread / 2) / 3.1)  # half of the credit counts; of 64 images, 3 x as much
-    assert not watch.doubtful((0.05 - CREDIT * spread / 2) / 2.9)
 
     watch = Watch()
-    watch.take(torch.full((n,), 0.05), torch.arange(n) % 32, torch.arange(n) % 8, window=256)
+    watch.take(torch.full((n,), 0.05), half, torch.arange(n) % 32, torch.arange(n) % 8, window=256)
     assert watch.harm() == pytest.approx(0.1)  # repeats double what is lost, at most
     assert watch.alarming(0.03)
     assert not watch.alarming(0.04)
@@ -389,14 +389,21 @@ def test_harm_falls_where_predictions_spread_and_rises_where_they_gather():
 def test_spread_predictions_make_up_for_little():
     n = 256
     watch = Watch()
-    watch.take(torch.full((n,), 0.2), torch.zeros(n, dtype=torch.long), torch.arange(n), window=n)
+    watch.take(torch.full((n,), 0.2), torch.full((n,), 0.5), torch.zeros(n, dtype=torch.long), torch.arange(n), window=n)
     assert watch.harm() == pytest.approx(0.2 - CREDIT)
     assert watch.alarming(0.04)
 
 
+def test_less_is_lost_where_the_source_is_surer_than_it_is_steady():
+    n = 64
+    watch = Watch()
+    watch.take(torch.full((n,), 0.2), torch.full((n,), 0.9), torch.arange(n), torch.arange(n), window=n)
+    assert watch.harm() == pytest.approx(0.2 * 0.6 / 0.9)  # 0.6: what a steadiness begins with
+
+
 def test_repeats_say_nothing_where_nothing_is_lost():
     watch = Watch()
-    watch.take(torch.zeros(64), torch.arange(64), torch.zeros(64, dtype=torch.long), window=256)
+    watch.take(torch.zeros(64), torch.ones(64), torch.arange(64), torch.zeros(64, dtype=torch.long), window=256)
     assert watch.harm() == 0
 
 
@@ -432,8 +439,8 @@ def test_the_source_is_asked_about_moved_images_too(sure_model):
 
 def test_the_window_keeps_the_last_images():
     watch = Watch()
-    watch.take(torch.arange(10.0), torch.arange(10), torch.arange(10), window=4)
-    assert watch.lost == [6, 7, 8, 9]
+    watch.take(torch.arange(10.0), torch.arange(10.0), torch.arange(10), torch.arange(10), window=4)
+    assert watch.lost == watch.sure == [6, 7, 8, 9]
     assert watch.of_source == watch.of_method == [6, 7, 8, 9]
 
 

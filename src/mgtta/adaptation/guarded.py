@@ -27,7 +27,7 @@ from mgtta.adaptation.content import has_content
 from mgtta.adaptation.method import Events, Method
 from mgtta.adaptation.reference import SAMPLE_IMAGES, Reference
 from mgtta.adaptation.step import Pass
-from mgtta.adaptation.watch import KNOWN_IMAGES, Watch, blended, mean, saved_watch, what_is_lost
+from mgtta.adaptation.watch import KNOWN_IMAGES, Watch, blended, saved_watch, what_is_lost
 from mgtta.adaptation.wrapper import Wrapper, source_model
 
 EARLY_IMAGES = 1024  # in which every small batch is asked about; after k times as many, one in k
@@ -56,7 +56,7 @@ class Guard:
     """
 
     tolerance: float = 0.04
-    doubt: float = 0.4
+    doubt: float = 0.3
     window: int = 256
     every: int = 256
     slower: float = 0.1
@@ -205,7 +205,7 @@ class Guarded(Wrapper):
         if n <= SAMPLE_IMAGES:
             age = watch.images - watch.began
             return min(self.guard.every, n * max(1, age // EARLY_IMAGES))
-        calm = self.guard.tolerance / 2 / max(mean(watch.lost), 1e-9)
+        calm = self.guard.tolerance / 2 / max(watch.mean_lost(len(watch.lost)), 1e-9)
         pause = self.guard.every * min(max(calm, 1), LONGEST_PAUSE)
         return pause * len(self.reference.sample(n, 0)) / SAMPLE_IMAGES
 

@@ -50,6 +50,7 @@ class Watch:
     began: int = 0  # images at the last start
     asked_at: int = 0  # images when the source was last asked
     lost: list[float] = field(default_factory=list)  # of the last images that the source was asked about
+    sure: list[float] = field(default_factory=list)  # the source's probabilities for its own predictions of them
     of_source: list[int] = field(default_factory=list)  # the source's predictions of the same images
     of_method: list[int] = field(default_factory=list)  # the method's
     steady: list[int] = field(default_factory=list)  # 1 if the source gives a moved image the same class, else 0
@@ -73,9 +74,10 @@ class Watch:
         """True if there are signs of harm, or the method has failed before."""
         return self.doubted or self.pace < 1
 
-    def take(self, lost: Tensor, of_source: Tensor, of_method: Tensor, window: int) -> None:
+    def take(self, lost: Tensor, sure: Tensor, of_source: Tensor, of_method: Tensor, window: int) -> None:
         """Take in images (n,) that the source was asked about; the window keeps the last ones."""
         self.lost = [*self.lost, *lost.tolist()][-window:]
+        self.sure = [*self.sure, *sure.tolist()][-window:]
         self.of_source = [*self.of_source, *of_source.tolist()][-window:]
         self.of_method = [*self.of_method, *of_method.tolist()][-window:]
         self.asked_at = self.images
@@ -87,6 +89,7 @@ class Watch:
     def forget(self) -> None:
         """Forget what was seen of a state that is left; the next one begins now, or after a rest."""
         self.lost = []
+        self.sure = []
         self.of_source = []
         self.of_method = []
         self.doubted = False
@@ -97,10 +100,14 @@ class Watch:
         n = min(n or len(self.lost), len(self.lost))
         if not n:
             return 0.0
-        lost = mean(self.lost[-n:])
+        lost = self.mean_lost(n)
         least = max(LEAST_REPEATS, FEW_PAIRS / max(n * (n - 1) / 2, 1))
         spread = math.log((repeats(self.of_source[-n:]) + least) / (repeats(self.of_method[-n:]) + least))
         return lost - max(CREDIT * min(max(spread, -1), 1), -lost)
+
+    def mean_lost(self, n: int) -> float:
+        """Return what the last n images have lost on average; less by as much as the source is surer than it is steady."""
+        return mean(self.lost[-n:]) * min(1.0, self.steadiness / max(mean(self.sure[-n:]), 1e-9))
 
     def alarming(self, tolerance: float) -> bool:
         """Return whether the harm is above what is tolerated over any of several stretches."""
@@ -112,10 +119,8 @@ class Watch:
         return False
 
     def doubtful(self, tolerance: float) -> bool:
-        """Return whether the harm over all of the window, with half of the credit, is above this tolerance."""
-        harm = self.harm()
-        credit = max(mean(self.lost) - harm, 0)
-        return harm + credit / 2 > self.tolerated(tolerance, max(len(self.lost), 1))
+        """Return whether the harm over all of the window is above this tolerance."""
+        return self.harm() > self.tolerated(tolerance, max(len(self.lost), 1))
 
     @property
     def steadiness(self) -> float:
@@ -131,7 +136,7 @@ class Watch:
         """Return what an event tells: the harm, its two parts, and what decides how much of it is tolerated."""
         return {
             "harm": self.harm(),
-            "lost": mean(self.lost),
+            "lost": self.mean_lost(len(self.lost)),
             "repeats": repeats(self.of_method),
             "repeats of the source": repeats(self.of_source),
             "steadiness of the source": self.steadiness,
@@ -152,8 +157,8 @@ def repeats(classes: list[int]) -> float:
     return pairs / (n * (n - 1))
 
 
-def what_is_lost(asked: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what each image has lost, the source's prediction and the method's: (n,) each, on the CPU.
+def what_is_lost(asked: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what each image has lost, how sure the source is, its prediction and the method's: (n,), on the CPU.
 
     Args:
         asked: logits of the source (n, C).
@@ -164,7 +169,7 @@ def what_is_lost(asked: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]
     ours = logits.nan_to_num().argmax(-1)
     kept = q.gather(1, ours[:, None])[:, 0]
     kept = torch.where(logits.isfinite().all(-1), kept, 0.0)
-    return (best - kept).cpu(), y.cpu(), ours.cpu()
+    return (best - kept).cpu(), best.cpu(), y.cpu(), ours.cpu()
 
 
 def blended(asked: Tensor, logits: Tensor) -> Tensor:
@@ -194,6 +199,7 @@ def saved_watch(found: Any) -> Watch:
 
     checks: dict[str, Callable[[Any], bool]] = {
         "lost": lambda value: numbers(value, float),
+        "sure": lambda value: numbers(value, float),
         "of_source": lambda value: numbers(value, int),
         "of_method": lambda value: numbers(value, int),
         "steady": lambda value: numbers(value, int),
@@ -204,6 +210,6 @@ def saved_watch(found: Any) -> Watch:
         fits = checks.get(name, lambda given, like=value: type(given) is type(like))
         if not fits(found[name]):
             raise ValueError(f"invalid guard state: {name!r} has the wrong type")
-    if not len(found["lost"]) == len(found["of_source"]) == len(found["of_method"]):
+    if not len(found["lost"]) == len(found["sure"]) == len(found["of_source"]) == len(found["of_method"]):
         raise ValueError("invalid guard state: its lists differ in length")
     return Watch(**{name: copy.deepcopy(value) for name, value in found.items()})
