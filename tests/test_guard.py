@@ -389,7 +389,8 @@ def test_harm_falls_where_predictions_spread_and_rises_where_they_gather():
 def test_spread_predictions_make_up_for_little():
     n = 256
     watch = Watch()
-    watch.take(torch.full((n,), 0.2), torch.full((n,), 0.5), torch.zeros(n, dtype=torch.long), torch.arange(n), window=n)
+    one_class = torch.zeros(n, dtype=torch.long)
+    watch.take(torch.full((n,), 0.2), torch.full((n,), 0.5), one_class, torch.arange(n), window=n)
     assert watch.harm() == pytest.approx(0.2 - CREDIT)
     assert watch.alarming(0.04)
 

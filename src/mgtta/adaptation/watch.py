@@ -14,7 +14,8 @@ repeats say nothing: they can at most double what is lost.
 
 How much harm is tolerated depends on how much there is to gain. Probabilities do not tell it: some models are too sure,
 others not sure enough. So the source also sees some images moved by a few pixels. The share of them that keep their
-class is its steadiness, which is near its accuracy. The steadier the source, the less is tolerated.
+class is its steadiness, which is near its accuracy. The steadier the source, the less is tolerated. And where the
+source is surer than it is steady, its judgement counts for less: `lost` is divided by the ratio of the two.
 
 Harm of one or two points cannot be told from a gain of as much. But where both models are asked, the mean of their
 probabilities loses hardly anything and keeps most of the gain (`blended`). So it is the answer while there is doubt.
@@ -106,8 +107,9 @@ class Watch:
         return lost - max(CREDIT * min(max(spread, -1), 1), -lost)
 
     def mean_lost(self, n: int) -> float:
-        """Return what the last n images have lost on average; less by as much as the source is surer than it is steady."""
-        return mean(self.lost[-n:]) * min(1.0, self.steadiness / max(mean(self.sure[-n:]), 1e-9))
+        """Return what the last n images have lost on average; less where the source is surer than it is steady."""
+        too_sure = max(mean(self.sure[-n:]) / self.steadiness, 1.0)
+        return mean(self.lost[-n:]) / too_sure
 
     def alarming(self, tolerance: float) -> bool:
         """Return whether the harm is above what is tolerated over any of several stretches."""
