@@ -62,6 +62,7 @@ FEW_STREAMS = ("mixed", "continual 64")
 EARLIER = ("second", "first")  # data of the rows of earlier tests, of earlier guards; the last one first
 TITLES = {
     "imagenet": "ImageNet images, DeiT-Tiny",
+    EARLIER[0]: "ImageNet images, DeiT-Tiny: the guard of the second test, where the present one is not tested",
     "resnet50": "ImageNet images, ResNet-50",
     "characters": "Embedded characters, glyphs_vit",
 }
