@@ -3,10 +3,10 @@
 The guard keeps the source model beside the adapting one; they share all weights that do not adapt. Now and then it asks
 the source about images of the present batch, and estimates from both predictions what adaptation costs (see watch.py).
 
-- Trusted: the method answers. The source is asked about every small batch at first and more and more rarely later; of
-  large batches about a few images now and then.
+- Trusted: the method answers. The source is asked about every small batch at first, and more and more rarely later; of
+  large batches about a fair sample now and then, and the more rarely the less the two models differ.
 - Doubt: there are signs of harm, hardly anything is known yet, or there was an alarm before. The source is asked about
-  every batch, and the answer is the mean of both models' probabilities.
+  all images, and the answer is the mean of both models' probabilities.
 - Alarm: the harm is above the tolerance, or logits are not finite. The method goes back to the last state that was
   found good, or to the source, and learns more slowly.
 - Shadow: after an alarm the source answers, and the method learns beside it, until it seems to do good.
@@ -25,14 +25,13 @@ from torch import Tensor
 
 from mgtta.adaptation.content import has_content
 from mgtta.adaptation.method import Events, Method
-from mgtta.adaptation.reference import SMALL_BATCH, Reference
+from mgtta.adaptation.reference import SAMPLE_IMAGES, Reference
 from mgtta.adaptation.step import Pass
-from mgtta.adaptation.watch import RECENT_IMAGES, Watch, blended, saved_watch, what_is_lost
+from mgtta.adaptation.watch import KNOWN_IMAGES, Watch, blended, saved_watch, what_is_lost
 from mgtta.adaptation.wrapper import Wrapper, source_model
 
 EARLY_IMAGES = 1024  # in which every small batch is asked about; after k times as many, one in k
-PART = 4  # of its age: the pause between two questions about large batches of an old stream
-LONGEST_PAUSE = 8192  # images
+LONGEST_PAUSE = 8  # times `every`, between two questions about large batches
 TRUST_IMAGES = 96  # in the shadow, after which a method may be trusted
 REST_IMAGES = 8192  # without learning, the first time; twice as many each time
 FAILURES = 2  # alarms of a trusted method after which it rests
@@ -51,15 +50,15 @@ class Guard:
             method is trusted again when the harm is below minus half of it.
         doubt: the share of the tolerance above which there is doubt.
         window: images over which harm is estimated, at most.
-        every: images between two questions to the source where nothing calls for one earlier, at most; of large
-            batches, later, a quarter of the images so far.
+        every: images between two questions to the source: of small batches at most; of large ones where `lost` is
+            half of the tolerance or more. Half of that, twice as many images, and so on, up to eight times.
         slower: factor on the learning rate at each alarm.
     """
 
     tolerance: float = 0.04
-    doubt: float = 0.15
+    doubt: float = 0.3
     window: int = 256
-    every: int = 512
+    every: int = 256
     slower: float = 0.1
 
     def __post_init__(self) -> None:
@@ -161,14 +160,13 @@ class Guarded(Wrapper):
         seen = self.method.step(x, learn)
         watch.images += len(seen.logits)
         broken = not math.isfinite(float(seen.logits.sum()))  # the sum takes fewer operations than isfinite
-        if not broken:
-            watch.follow(seen.logits.argmax(-1).cpu())
-        if not broken and not watch.shadow and (first or not self._due(len(x))):
+        all_images = broken or watch.shadow or watch.in_doubt
+        if not all_images and (first or not self._due(len(x))):
             return seen
-        many = self.reference.many(len(x))
-        if broken or watch.shadow:
-            many = len(x)
-        which = self.reference.worth_asking(seen.logits, many)
+        which = torch.arange(len(x))
+        if not all_images:
+            which = self.reference.sample(len(x), watch.images)
+        which = which.to(seen.logits.device)
         asked, steady = self.reference.ask(x, which)
         watch.take(*what_is_lost(asked, seen.logits[which]), self.guard.window)
         watch.compare(steady)
@@ -190,42 +188,39 @@ class Guarded(Wrapper):
 
     def _of_both(self, logits: Tensor, which: Tensor, asked: Tensor) -> Tensor:
         """Return the method's logits; in doubt, the answer of both models where the source was asked."""
-        watch = self.watch
-        if self._in_doubt() or len(watch.lost) < RECENT_IMAGES:
+        if self.watch.in_doubt or len(self.watch.lost) < KNOWN_IMAGES:
             logits = logits.clone()
             logits[which] = blended(asked, logits[which])
         return logits
 
-    def _in_doubt(self) -> bool:
-        """Return whether there are signs of harm, or the method has failed before."""
-        return self.watch.pace < 1 or self.watch.doubtful(self.guard.doubt * self.guard.tolerance)
-
     def _due(self, n: int) -> bool:
-        """Return whether the source should be asked about this batch of n images."""
+        """Return whether the source should be asked about this batch of n images, if there is no doubt."""
         watch = self.watch
-        age = watch.images - watch.began
-        if n <= SMALL_BATCH:
-            pause = min(self.guard.every, n * max(1, age // EARLY_IMAGES))
-        else:
-            pause = self.guard.every * self.reference.many(n) // SMALL_BATCH
-            pause = max(pause, min(age // PART, LONGEST_PAUSE))
-        since = watch.images - watch.asked_at
-        soon = max(watch.asked_at - watch.began, 1)  # after a start the pauses double
-        if since >= min(soon, pause):
-            return True
-        return self._in_doubt() or watch.repeating()
+        early = max(watch.asked_at - watch.began - n, 1)  # after a start the pauses double
+        return watch.images - watch.asked_at >= min(early, self._pause(n))
+
+    def _pause(self, n: int) -> float:
+        """Return the images between two questions about batches of n images."""
+        watch = self.watch
+        if n <= SAMPLE_IMAGES:
+            age = watch.images - watch.began
+            return min(self.guard.every, n * max(1, age // EARLY_IMAGES))
+        calm = self.guard.tolerance / 2 / max(watch.mean_lost(len(watch.lost)), 1e-9)
+        pause = self.guard.every * min(max(calm, 1), LONGEST_PAUSE)
+        return pause * len(self.reference.sample(n, 0)) / SAMPLE_IMAGES
 
     # --- the verdict
 
     def _judge(self) -> None:
         """Trust the method again if it seems to do good, keep its state while it does no harm, and let it speed up."""
         watch = self.watch
+        watch.doubted = watch.doubtful(self.guard.doubt * self.guard.tolerance)
         harm = watch.harm()
         if watch.shadow and len(watch.lost) >= TRUST_IMAGES and harm < -self.guard.tolerance / 2:
             watch.shadow = False
             self._note("trust")
-        good = not watch.shadow and len(watch.lost) >= RECENT_IMAGES and harm < self.guard.tolerance / 2
-        if good and watch.images - watch.snapshot_at >= self.guard.window:
+        good = not watch.shadow and len(watch.lost) >= KNOWN_IMAGES and harm < self.guard.tolerance / 2
+        if good and watch.images - watch.snapshot_at >= 2 * self.guard.window:
             watch.snapshot = self.method.snapshot()
             watch.snapshot_at = watch.images
         if watch.pace < 1 and not watch.shadow and watch.images - watch.began > CALM_IMAGES:

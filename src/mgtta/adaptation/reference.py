@@ -14,7 +14,7 @@ from mgtta.adaptation.gathered import FEW_IMAGES
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import batch_norms
 
-SMALL_BATCH = 32  # images; a batch of no more is asked about as a whole, of a larger one half, but no fewer than these
+SAMPLE_IMAGES = 32  # of a batch that are asked about; of a smaller one, all
 MOVED_IMAGES = 8  # which the source also sees moved
 MOVED = 32  # part of its side by which an image is moved
 
@@ -44,24 +44,16 @@ class Reference(nn.Module):
         """Return whether a batch of n images is normalised by its own statistics."""
         return self.unlearned is not None and n >= FEW_IMAGES
 
-    def many(self, n: int) -> int:
-        """Return how many images of a batch of n are asked about."""
-        if self.by_batch(n):
-            return n
-        return min(n, max(SMALL_BATCH, n // 2))
-
-    def worth_asking(self, logits: Tensor, many: int) -> Tensor:
-        """Return the numbers of so many images (k,): the first few, and those of which the method is least sure.
-
-        The latter are most likely to have changed, for good or ill. The first few show how steady the source is.
+    def sample(self, n: int, seed: int) -> Tensor:
+        """Return the numbers of the images of a batch of n that are asked about (k,): a fair sample, or all.
 
         Args:
-            logits: of the method (n, C).
+            seed: chooses them. They are the same again after a resume, and no other random numbers change.
         """
-        few = min(MOVED_IMAGES, len(logits))
-        sure = logits[few:].softmax(-1).amax(-1)
-        least = sure.topk(many - few, largest=False).indices.sort().values
-        return torch.cat([torch.arange(few, device=logits.device), few + least])
+        if n <= SAMPLE_IMAGES or self.by_batch(n):
+            return torch.arange(n)
+        random = torch.Generator().manual_seed(seed)
+        return torch.randperm(n, generator=random)[:SAMPLE_IMAGES].sort().values
 
     @torch.no_grad()
     def ask(self, x: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,14 +3,19 @@
 Notation    q  the source's probabilities of an image, y = argmax q its prediction; y' the method's prediction
             lost = q_y - q_y', averaged over n images: by the source's own judgement, the accuracy that y' costs
             repeats = the chance that two of the n images get the same class; r of the source, r' of the method
-            harm = lost + min(lost, CREDIT * log((r' + e) / (r + e))); e is the chance that a few pairs make up
+            spread = log((r + e) / (r' + e)), between -1 and 1; e is the chance that a few pairs make up
+            harm = lost - CREDIT * spread, and at most twice what is lost
+The images are a fair sample. Among those of which the method is least sure, harm looks like a gain.
+
 The source cannot know what adaptation has learned, so `lost` rises when adaptation helps, too. But a model that gets
-better under a shift spreads its predictions over more classes, and one that collapses does the opposite. Where hardly
-anything is lost, repeats say nothing: they can at most double what is lost.
+better under a shift spreads its predictions over more classes, and one that collapses does the opposite. A model that
+is wrong in ever new ways spreads them as well, so spread makes up for CREDIT at most. Where hardly anything is lost,
+repeats say nothing: they can at most double what is lost.
 
 How much harm is tolerated depends on how much there is to gain. Probabilities do not tell it: some models are too sure,
 others not sure enough. So the source also sees some images moved by a few pixels. The share of them that keep their
-class is its steadiness, which is near its accuracy. The steadier the source, the less is tolerated.
+class is its steadiness, which is near its accuracy. The steadier the source, the less is tolerated. And where the
+source is surer than it is steady, its judgement counts for less: `lost` is divided by the ratio of the two.
 
 Harm of one or two points cannot be told from a gain of as much. But where both models are asked, the mean of their
 probabilities loses hardly anything and keeps most of the gain (`blended`). So it is the answer while there is doubt.
@@ -26,12 +31,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CREDIT = 0.1  # accuracy for which repeats that are fewer by a factor of e make up
+CREDIT = 0.1  # accuracy for which a spread of 1 makes up: repeats that are fewer by a factor of e
 LEAST_REPEATS = 1e-3  # added to both chances: one in a thousand classes
 FEW_PAIRS = 4  # that may be of one class by accident: their chance is added instead where it is larger
 SLACK_IMAGES = 128  # of which twice the tolerance is tolerated: few images do not show that predictions spread
 FEWEST_IMAGES = 32  # of which the harm is estimated; then twice as many, and so on, up to the window
-RECENT_IMAGES = 64  # of which a state's harm is known roughly; whose classes are watched between two questions
+KNOWN_IMAGES = 64  # of which a state's harm is known roughly
 STEADY_IMAGES = 128  # over which the steadiness of the source is estimated
 USUAL_STEADINESS = 0.6  # at which the tolerance is what the setting says
 PRIOR_IMAGES = 16  # for which the usual steadiness counts
@@ -46,10 +51,11 @@ class Watch:
     began: int = 0  # images at the last start
     asked_at: int = 0  # images when the source was last asked
     lost: list[float] = field(default_factory=list)  # of the last images that the source was asked about
+    sure: list[float] = field(default_factory=list)  # the source's probabilities for its own predictions of them
     of_source: list[int] = field(default_factory=list)  # the source's predictions of the same images
     of_method: list[int] = field(default_factory=list)  # the method's
-    latest: list[int] = field(default_factory=list)  # the method's last predictions, asked about or not
     steady: list[int] = field(default_factory=list)  # 1 if the source gives a moved image the same class, else 0
+    doubted: bool = False  # True after signs of harm
     shadow: bool = False  # True while the source answers, and the method learns beside it
     pace: float = 1.0  # factor on the learning rate
     failures: int = 0  # alarms of a trusted method since the last calm
@@ -64,9 +70,15 @@ class Watch:
         """True while the source answers and nothing is learned."""
         return self.images < self.rest_until
 
-    def take(self, lost: Tensor, of_source: Tensor, of_method: Tensor, window: int) -> None:
+    @property
+    def in_doubt(self) -> bool:
+        """True if there are signs of harm, or the method has failed before."""
+        return self.doubted or self.pace < 1
+
+    def take(self, lost: Tensor, sure: Tensor, of_source: Tensor, of_method: Tensor, window: int) -> None:
         """Take in images (n,) that the source was asked about; the window keeps the last ones."""
         self.lost = [*self.lost, *lost.tolist()][-window:]
+        self.sure = [*self.sure, *sure.tolist()][-window:]
         self.of_source = [*self.of_source, *of_source.tolist()][-window:]
         self.of_method = [*self.of_method, *of_method.tolist()][-window:]
         self.asked_at = self.images
@@ -75,16 +87,13 @@ class Watch:
         """Take in of which images (n,) the source keeps the class if they are moved by a few pixels."""
         self.steady = [*self.steady, *steady.int().tolist()][-STEADY_IMAGES:]
 
-    def follow(self, of_method: Tensor) -> None:
-        """Take in the method's predictions (n,)."""
-        self.latest = [*self.latest, *of_method.tolist()][-RECENT_IMAGES:]
-
     def forget(self) -> None:
         """Forget what was seen of a state that is left; the next one begins now, or after a rest."""
         self.lost = []
+        self.sure = []
         self.of_source = []
         self.of_method = []
-        self.latest = []
+        self.doubted = False
         self.began = max(self.images, self.rest_until)
 
     def harm(self, n: int | None = None) -> float:
@@ -92,10 +101,15 @@ class Watch:
         n = min(n or len(self.lost), len(self.lost))
         if not n:
             return 0.0
-        lost = sum(self.lost[-n:]) / n
+        lost = self.mean_lost(n)
         least = max(LEAST_REPEATS, FEW_PAIRS / max(n * (n - 1) / 2, 1))
-        more = (repeats(self.of_method[-n:]) + least) / (repeats(self.of_source[-n:]) + least)
-        return lost + min(lost, CREDIT * math.log(more))
+        spread = math.log((repeats(self.of_source[-n:]) + least) / (repeats(self.of_method[-n:]) + least))
+        return lost - max(CREDIT * min(max(spread, -1), 1), -lost)
+
+    def mean_lost(self, n: int) -> float:
+        """Return what the last n images have lost on average; less where the source is surer than it is steady."""
+        too_sure = max(mean(self.sure[-n:]) / self.steadiness, 1.0)
+        return mean(self.lost[-n:]) / too_sure
 
     def alarming(self, tolerance: float) -> bool:
         """Return whether the harm is above what is tolerated over any of several stretches."""
@@ -120,21 +134,20 @@ class Watch:
         to_gain = (1 - self.steadiness) / (1 - USUAL_STEADINESS)
         return tolerance * min(to_gain**2, 1) * (1 + SLACK_IMAGES / n)
 
-    def repeating(self) -> bool:
-        """Return whether the method's last predictions repeat themselves more than the source's did."""
-        if len(self.latest) < RECENT_IMAGES:
-            return False
-        return repeats(self.latest) > 2 * max(repeats(self.of_source), 1 / RECENT_IMAGES)
-
     def signals(self) -> dict[str, float]:
         """Return what an event tells: the harm, its two parts, and what decides how much of it is tolerated."""
         return {
             "harm": self.harm(),
-            "lost": sum(self.lost) / max(len(self.lost), 1),
+            "lost": self.mean_lost(len(self.lost)),
             "repeats": repeats(self.of_method),
             "repeats of the source": repeats(self.of_source),
             "steadiness of the source": self.steadiness,
         }
+
+
+def mean(values: list[float]) -> float:
+    """Return the mean; 0 of nothing."""
+    return sum(values) / max(len(values), 1)
 
 
 def repeats(classes: list[int]) -> float:
@@ -146,8 +159,8 @@ def repeats(classes: list[int]) -> float:
     return pairs / (n * (n - 1))
 
 
-def what_is_lost(asked: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what each image has lost, the source's prediction and the method's: (n,) each, on the CPU.
+def what_is_lost(asked: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what each image has lost, how sure the source is, its prediction and the method's: (n,), on the CPU.
 
     Args:
         asked: logits of the source (n, C).
@@ -158,7 +171,7 @@ def what_is_lost(asked: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]
     ours = logits.nan_to_num().argmax(-1)
     kept = q.gather(1, ours[:, None])[:, 0]
     kept = torch.where(logits.isfinite().all(-1), kept, 0.0)
-    return (best - kept).cpu(), y.cpu(), ours.cpu()
+    return (best - kept).cpu(), best.cpu(), y.cpu(), ours.cpu()
 
 
 def blended(asked: Tensor, logits: Tensor) -> Tensor:
@@ -178,7 +191,7 @@ def blended(asked: Tensor, logits: Tensor) -> Tensor:
 def saved_watch(found: Any) -> Watch:
     """Return the watch of a state; a ValueError says what is invalid. An earlier guard begins again at its pace."""
     fresh = Watch()
-    if isinstance(found, dict) and {"images", "pace"} <= found.keys() and found.keys() & {"anchors", "doubt"}:
+    if isinstance(found, dict) and {"images", "pace"} <= found.keys() and found.keys() & {"anchors", "doubt", "latest"}:
         found = {**vars(fresh), "images": found["images"], "began": found["images"], "pace": found["pace"]}
     if not isinstance(found, dict) or found.keys() != vars(fresh).keys():
         raise ValueError("invalid guard state: it has other entries")
@@ -188,9 +201,9 @@ def saved_watch(found: Any) -> Watch:
 
     checks: dict[str, Callable[[Any], bool]] = {
         "lost": lambda value: numbers(value, float),
+        "sure": lambda value: numbers(value, float),
         "of_source": lambda value: numbers(value, int),
         "of_method": lambda value: numbers(value, int),
-        "latest": lambda value: numbers(value, int),
         "steady": lambda value: numbers(value, int),
         "snapshot": lambda value: value is None or isinstance(value, dict),
         "events": lambda value: numbers(value, dict),
@@ -199,6 +212,6 @@ def saved_watch(found: Any) -> Watch:
         fits = checks.get(name, lambda given, like=value: type(given) is type(like))
         if not fits(found[name]):
             raise ValueError(f"invalid guard state: {name!r} has the wrong type")
-    if not len(found["lost"]) == len(found["of_source"]) == len(found["of_method"]):
+    if not len(found["lost"]) == len(found["sure"]) == len(found["of_source"]) == len(found["of_method"]):
         raise ValueError("invalid guard state: its lists differ in length")
     return Watch(**{name: copy.deepcopy(value) for name, value in found.items()})
