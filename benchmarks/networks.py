@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pages import table
+from pages import table, write_page
 
 import mgtta
 from mgtta._lib.files import atomic
@@ -215,18 +215,12 @@ def run(args: argparse.Namespace) -> None:
                 _run_network(network, generator, args, max(0.0, ends - time.monotonic()))
             except TimeoutError as error:
                 print(f"{error}: the same command takes up what is missing", flush=True)
-        write_page(args)
+        show(args)
 
 
-def write_page(args: argparse.Namespace) -> None:
+def show(args: argparse.Namespace) -> None:
     """Write the table of the records that are there."""
-    records = [record for record in Store(args.out).records() if record["experiment"] == EXPERIMENT]
-    if not records:
-        raise SystemExit(f"{args.out} has no records: `run` makes them")
-    text = page(records)
-    with atomic(args.out / "networks.md") as path:
-        path.write_text(text)
-    print(text)
+    write_page(args.out, "networks.md", (EXPERIMENT,), page, "run")
 
 
 def _run_network(network: Network, generator: str, args: argparse.Namespace, seconds: float) -> None:
@@ -331,7 +325,7 @@ def main() -> None:
         verb.add_argument("--workers", type=int, default=0)
         verb.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     showing = verbs.add_parser("page", help="make the table from the records")
-    showing.set_defaults(do=write_page)
+    showing.set_defaults(do=show)
     for verb in (training, running, showing):
         verb.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

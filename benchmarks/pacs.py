@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pages import table
+from pages import table, write_page
 from torch import Tensor
 
 import mgtta
@@ -187,7 +187,7 @@ def adapt(args: argparse.Namespace) -> None:
         _run(setup, args)
     except TimeoutError as error:
         print(f"{error}: the same command takes up what is missing", flush=True)
-    write_page(args)
+    show(args)
 
 
 def _run(setup: Setup, args: argparse.Namespace) -> None:
@@ -217,15 +217,9 @@ def _at_one_rate(plain: list[Cell], swept: list[Cell]) -> list[Cell]:
     ]
 
 
-def write_page(args: argparse.Namespace) -> None:
+def show(args: argparse.Namespace) -> None:
     """Write the table of the records that are there."""
-    records = [record for record in Store(args.out).records() if record["experiment"] in COLUMNS]
-    if not records:
-        raise SystemExit(f"{args.out} has no records: `adapt` makes them")
-    text = page(records)
-    with atomic(args.out / "pacs.md") as path:
-        path.write_text(text)
-    print(text)
+    write_page(args.out, "pacs.md", COLUMNS, page, "adapt")
 
 
 def page(records: list[dict[str, Any]]) -> str:
@@ -305,7 +299,7 @@ def main() -> None:
         verb.add_argument("--data", type=Path, required=True, help="folder of the three tars")
         verb.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     showing = verbs.add_parser("page", help="make the table from the records")
-    showing.set_defaults(do=write_page)
+    showing.set_defaults(do=show)
     for verb in (training, running, showing):
         verb.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

@@ -1,9 +1,12 @@
 """What programs read and write: lines of JSON, tables in Markdown, and a page's text between two marks."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
+
+from mgtta._lib.files import atomic
+from mgtta.bench.store import Store
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -30,3 +33,20 @@ def table(head: list[str], rows: Iterable[list[str]], right: bool = False) -> st
     """
     rule = ["---", *["---:" if right else "---"] * (len(head) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *rows])
+
+
+def write_page(
+    folder: Path, name: str, experiments: Collection[str], page: Callable[[list[dict[str, Any]]], str], verb: str
+) -> None:
+    """Write the page of a folder's records of these experiments to NAME in it, and print it.
+
+    Args:
+        verb: the command that makes such records, for the error if there are none.
+    """
+    records = [record for record in Store(folder).records() if record["experiment"] in experiments]
+    if not records:
+        raise SystemExit(f"{folder} has no records: `{verb}` makes them")
+    text = page(records)
+    with atomic(folder / name) as path:
+        path.write_text(text)
+    print(text)
