@@ -32,6 +32,8 @@ def main() -> None:
     model = mgtta.load_model("glyphs_vit")
     source = mgtta.source_statistics(model, characters.tensors()[0])
     mgtta.save_source(source, args.out / "sources" / "glyphs_vit.safetensors")
+    if args.sources_only:
+        return
     generator = mgtta.meta_train(model, source, shifted_images(characters, min(128, args.images)), steps=args.steps)
     command = f"python benchmarks/finish_glyphs.py --out DIR --steps {args.steps} --images {args.images}"
     mgtta.save_generator(generator, args.out / "generators" / "glyphs.safetensors", command=command)

@@ -15,6 +15,7 @@ from mgtta.data.streams import GRADUAL
 
 GRADUAL_IMAGES = 100  # of each corruption and severity
 CORRUPTED_AT_ONCE = 50 * 224 * 224  # pixels
+NO_IMAGES = imagenet.Held(torch.empty(0), torch.empty(0))
 
 
 @dataclass(frozen=True)
@@ -92,19 +93,18 @@ def make(args: argparse.Namespace) -> Path:
 
 def _imagenet(args: argparse.Namespace) -> tuple[imagenet.Held, imagenet.Held]:
     """Return shard 0, and the test images if they are asked for."""
-    test = imagenet.shard(args.data, 1, 2) if args.streams == "test" else imagenet.Held(torch.empty(0), torch.empty(0))
-    return imagenet.shard(args.data, 0), test
+    return imagenet.shard(args.data, 0), imagenet.shard(args.data, 1, 2) if args.streams == "test" else NO_IMAGES
 
 
 def _cifar10(args: argparse.Namespace) -> tuple[imagenet.Held, imagenet.Held]:
-    """Return 1,000 training images, and the test images."""
+    """Return 1,000 training images, and the test images if they are asked for."""
 
     def held(name: str) -> imagenet.Held:
         found: Any = np.load(args.data / f"cifar10_{name}.npz")
         x = torch.from_numpy(found["images"]).permute(0, 3, 1, 2).contiguous()
         return imagenet.Held(x, torch.from_numpy(found["labels"]).long())
 
-    return held("validation"), held("test")
+    return held("validation"), held("test") if args.streams == "test" else NO_IMAGES
 
 
 def _corrupted(x: Tensor, name: str, severity: int, constants: str, device: str) -> Tensor:

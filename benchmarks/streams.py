@@ -7,9 +7,10 @@ It is the experiment `mgtta bench streams`: kinds, batches, scores and records a
 the order of the images, since corruptions are drawn once. Other networks: resnet50 and efficientnet_lite0 (weights of
 benchmarks/weights.py), cifar10 (benchmarks/cifar.py prepare).
 
-`choose` tries six pairs of learning rate and pull of each gradient method (eight on a network other than DeiT-Tiny,
-whose rates are less known) on three short streams of the validation images (continual, mixed, batches of one), and
-appends to OUT/choices.jsonl. mgtta+ is not tried: it has its default.
+`choose` tries settings of each gradient method on three short streams of the validation images (continual, mixed,
+batches of one), and appends to OUT/choices.jsonl: on DeiT-Tiny three learning rates, each with two pulls; on other
+networks, whose rates are less known, four learning rates with the pull of mgtta+. mgtta+ is not tried: it has its
+default.
 
 `run` takes the best pair of each method, by the mean of the three streams, with gather=16 and recall=16. Records are
 appended to OUT/streams.jsonl; what is there is not run again. OUT/streams.md is their table. With --streams validation
@@ -53,8 +54,9 @@ KINDS = ("rounds", "one", "continual", "mixed", "labels", "reset", "gradual", "c
 SHOWN = ("reset", "continual", "rounds", "mixed", "long", "labels", "one", "gradual", "clean")  # columns
 TRIALS = ("one", "continual", "mixed")
 RATES = (1 / 3, 1.0, 3.0)  # that are tried, relative to the recipe's own
-MORE_RATES = (*RATES, 10.0)  # the same for networks other than DeiT-Tiny
 PULLS = (0.0, 0.05)
+OTHER_RATES = (*RATES, 10.0)  # the same for networks other than DeiT-Tiny
+OTHER_PULLS = (0.05,)
 OPTIONS = {"gather": 16, "recall": 16}
 GRADIENT = (
     "mgtta_plus,plus_adam,plus_sgd,mgtta,mgtta_lstm,eq7_adam,eq7_sgd,actmad,tent,eta,eata,rdumb,tent_come,eata_come,"
@@ -200,11 +202,11 @@ def tries(method: str, network: str) -> list[Settings]:
     if own.descent is None or method == "mgtta_plus":
         return []
     centre = own.settings["lr"]
-    rates = RATES
+    pairs = product(RATES, PULLS)
     if network != "deit_tiny":
         centre = own.resnets.get("lr", centre)
-        rates = MORE_RATES
-    return [{"lr": float(f"{centre * rate:.3g}"), "pull": pull, **OPTIONS} for rate, pull in product(rates, PULLS)]
+        pairs = product(OTHER_RATES, OTHER_PULLS)
+    return [{"lr": float(f"{centre * rate:.3g}"), "pull": pull, **OPTIONS} for rate, pull in pairs]
 
 
 def chosen(path: Path) -> dict[str, Settings]:
@@ -264,9 +266,8 @@ def jobs(args: argparse.Namespace) -> list[Job]:
 PROTOCOL = """{words}, {images}, batches of {batch}, one H200 in bfloat16 (precision="auto", the default). Top-1 in
 percent; in parentheses the expected calibration error. With the standard deviation where there are several seeds; empty
 where a stream was not run. Of rounds and of the long stream: the last, and in brackets the first and the lowest. mgtta+
-has its default settings. Every other gradient method has gather=16, recall=16, and the best of {tries} pairs of
-learning rate and pull, by the mean of three short validation streams (continual, mixed, batches of one). The remaining
-methods are as their recipes are."""
+has its default settings. Every other gradient method has gather=16, recall=16, and {tries}, by the mean of
+three short validation streams (continual, mixed, batches of one). The remaining methods are as their recipes are."""
 
 
 def page(records: Records, network: str = "deit_tiny", name: str = "streams", first: int | None = None) -> str:
@@ -286,7 +287,9 @@ def page(records: Records, network: str = "deit_tiny", name: str = "streams", fi
     command = f"python benchmarks/streams.py run --network {network} --data DATA --checkpoint WEIGHTS --out results"
     if first is not None:
         command += f" --images {first}"
-    tries = "six" if network == "deit_tiny" else "eight"
+    tries = "the best of six pairs of learning rate and pull"
+    if network != "deit_tiny":
+        tries = "the best of four learning rates with the pull of mgtta+"
     words = PROTOCOL.format(words=about.words, images=images, batch=about.batch, tries=tries)
     shown = table(["method", *kinds], rows, right=True)
     return f"# One setting for every stream\n\n`{command}`\n\n{words}\n\n{shown}\n"

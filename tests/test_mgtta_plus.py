@@ -22,7 +22,7 @@ from mgtta.methods._neighbours import FADING, MEMORY_IMAGES, PRIOR_IMAGES
 from mgtta.methods.mgtta_plus import EARLY
 from mgtta.models.head import HeadTap
 
-BARE = {"pull": 0, "gather": 0, "recall": 0}
+BARE = {"pull": 0, "gather": 0, "recall": 0, "class_mix": False}
 
 
 def make(model, mirror=True, **settings):
@@ -302,7 +302,8 @@ def test_an_export_of_any_linear_head_has_the_shift():
 
 def older(source):
     """The statistics as they were written before what the head reads was a part of them."""
-    return dataclasses.replace(source, head=None, head_layer="", head_reads_last_layer=None, mirrored=None)
+    more = {"head": None, "head_layer": "", "head_reads_last_layer": None, "mirrored": None, "by_class": None}
+    return dataclasses.replace(source, **more)
 
 
 def test_older_statistics_re_centre_at_the_last_norm(model, tmp_path):
@@ -310,7 +311,7 @@ def test_older_statistics_re_centre_at_the_last_norm(model, tmp_path):
     source = mgtta.source_statistics(model, images(16, seed=99))
     assert torch.equal(source.head, source.mean[-1])
     mgtta.save_source(older(source), tmp_path / "old")
-    settings = {"generator": random_generator(), "mirror": True}
+    settings = {"generator": random_generator(), "mirror": True, "class_mix": False}
     new = mgtta.create("mgtta+", model, source=source, **settings)
     old = mgtta.create("mgtta+", model, source=tmp_path / "old", **settings)
     assert not new.model.reads_head

@@ -128,6 +128,9 @@ class Method(MethodState, Budgeted):
         """
         return seen.logits
 
+    def domain_began(self) -> None:
+        """Follow the news that the stream is of a new domain now: for running statistics of one domain."""
+
     def learned(self, seen: Pass) -> None:
         """Follow an update, given the forward pass from before it: for averages that a method keeps."""
 

@@ -281,6 +281,7 @@ class Recalled(Wrapper):
             start = innermost(self).start
             assert start is not None
             self._load(start)
+        innermost(self).domain_began()
         self._note("shift", image)
 
     def _keep(self, state: State) -> None:

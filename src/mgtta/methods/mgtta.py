@@ -78,10 +78,24 @@ class MGTTA(ObjectiveMethod):
     def objective(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
         return self.eq7(logits, features)
 
-    def eq7(self, logits: Tensor, features: Sequence[Tensor], weight: Tensor | None = None) -> Tensor:
-        """Return Eq. 7, given the weight of each image's entropy (N,) if they differ."""
+    def eq7(
+        self,
+        logits: Tensor,
+        features: Sequence[Tensor],
+        weight: Tensor | None = None,
+        moved: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """Return Eq. 7.
+
+        Args:
+            weight: of each image's entropy (N,), if they differ.
+            moved: how far from the source's each layer's mean may be (d_i,), if at all.
+        """
         source = self.source = self.source.to(logits)
-        return objective(logits, features, source.mean, source.std, self.trade_off, self.ranks, weight)
+        mean = source.mean
+        if moved is not None:
+            mean = [m + d for m, d in zip(mean, moved, strict=True)]
+        return objective(logits, features, mean, source.std, self.trade_off, self.ranks, weight)
 
 
 @register(

@@ -4,23 +4,23 @@ Notation    n images; f (n, d) what the head reads, which gives the logits h = W
 The mean m of f over the last images that look like one (see _neighbours.py) tells how far its features lie from the
 source's. Since the head is linear, taking the shift back before it is the same as adding W (mu - m) to the logits. If
 the logits do not come from one layer, f is the logits themselves and W is the identity.
-
 Entropy may draw all images of one kind of shift into one class, the more the more of them are there already, and the
 objective does not show it. So no predicted class has more than its share in the entropy.
+Classes that a stream shows more than usually move the means, too (see _class_mix.py): that is not taken back.
 """
 
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from mgtta.adaptation.method import OptimizerFactory
 from mgtta.adaptation.step import Pass
 from mgtta.losses import fair_share
+from mgtta.methods._class_mix import class_mix as class_mix_of
 from mgtta.methods._descent import Descent, constant_rate
 from mgtta.methods._head import check_head, through_head
-from mgtta.methods._mirror import check_mirrored, mirrors
+from mgtta.methods._mirror import mirrors, with_mirror_images
 from mgtta.methods._neighbours import Neighbours
 from mgtta.methods.mgtta import MGTTA
 from mgtta.methods.registry import GENERATOR, SOURCE, register
@@ -39,19 +39,20 @@ OPTIONS = {"pull": 0.05, "gather": 16, "recall": 16}  # one setting for all kind
     descent=Descent(5e-3, "mgg", fixed=True),
     rate_at=constant_rate,
     options=OPTIONS,
-    revision=3,
+    revision=4,
     passes=(2, 2),
 )
 class MGTTAPlus(MGTTA):
     """MGTTA+: MGTTA with mirrored twins and re-centred predictions; one setting for every stream (ours).
 
-    It sees every image twice, so a step costs about two of MGTTA's. It has pull, gather and recall by default;
-    docs/research.md says how they were chosen.
+    It sees every image twice, so a step costs about two of MGTTA's. docs/research.md says how its options were chosen.
 
     recentre: share of the features' shift from the source that is taken back before the head.
     mirror: True, False (then a step costs what MGTTA's does), or "auto": True if the source model predicts at least
     three of four clean images like their mirror images, which `source_statistics` measures.
     balance: no class that is predicted has more than its share in the entropy (losses.fair_share).
+    class_mix: what comes of classes that are more frequent than usually does not count as a shift, if the source
+    statistics tell how features follow classes; older ones do not.
     decay: the learning rate of step t is lr / sqrt(1 + t / decay); by default it does not fall.
     """
 
@@ -65,6 +66,7 @@ class MGTTAPlus(MGTTA):
         recentre: float = 1.0,
         mirror: bool | str = "auto",
         balance: bool = True,
+        class_mix: bool = True,
         decay: float = math.inf,
     ):
         super().__init__(model, optimizer, source=source, trade_off=trade_off, decay=decay)
@@ -77,39 +79,35 @@ class MGTTAPlus(MGTTA):
             self.model.read_head(self.source.head_layer)
         like = next(iter(self.adapted.values()))
         self._early = int(EARLY * len(self.source.mean))
-        width = len(self.source.mean[self._early])
-        self.neighbours = Neighbours(self.source.to(like).before_head.detach(), width)
+        centre = self.source.to(like).before_head.detach()
+        self.neighbours = Neighbours(centre, width=len(self.source.mean[self._early]))
+        self.mix = class_mix_of(self.source, model.classes, like) if class_mix else None
 
     def views(self, x: Tensor) -> Tensor:
         """Return the images, and after them their mirror images: (2n, 3, H, W)."""
         if not self._checked:
             check_head(self.model, x, "give recentre=0")
             self._checked = True
-        if not self.mirror:
-            return x
-        check_mirrored(x)
-        self.model.check(x)
-        x = x.to(self.neighbours.keys.device, non_blocking=True)  # bytes, a quarter of the floats that come of them
-        return torch.cat([x, x.flip(-1)])
+        return with_mirror_images(x, self.model) if self.mirror else x
 
     def merge(self, logits: Tensor) -> Tensor:
         """Average over an image and its mirror image: (2n, C) -> (n, C)."""
-        if not self.mirror:
-            return logits
-        return logits.reshape(2, len(logits) // 2, logits.shape[1]).mean(0)
+        return logits.unflatten(0, (2, -1)).mean(0) if self.mirror else logits
 
     def objective(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
         """Return Eq. 7, in which no predicted class has more than its share in the entropy."""
         if self.model.reads_head:
             features = features[:-1]
         weight = fair_share(logits, self.ranks) if self.balance else None
+        moved = None if self.mix is None else self.mix.of_batch(logits, self.ranks)
         if self.mirror and self.ranks.size > 1:  # ranks count images by their logits: one row for each view
             logits = logits.repeat(2, 1)
             weight = None if weight is None else weight.repeat(2)
-        return self.eq7(logits, features, weight)
+        return self.eq7(logits, features, weight, moved)
 
     def answer(self, seen: Pass, observe: bool) -> Tensor:
         """Return the logits with the features' shift taken back."""
+        moved = 0.0 if self.mix is None else self.mix.of_stream(seen.logits, self.ranks, observe)
         if not self.recentre:
             return seen.logits
         keys, values = self._looks(seen)
@@ -117,11 +115,16 @@ class MGTTAPlus(MGTTA):
         means = self.neighbours.means(keys, known, self._mu)
         if observe:
             self.neighbours.remember(known)
-        return seen.logits + self._shift(means).to(seen.logits)
+        return seen.logits + self._shift(means - moved).to(seen.logits)
 
     def _shift(self, mean: Tensor, every_class: bool = False) -> Tensor:
         """Return what is added to logits (..., C) if the mean (..., d) is this: recentre * W (mu - m)."""
         return self.recentre * through_head(self.model, self._mu - mean, every_class, self._layer)
+
+    def domain_began(self) -> None:
+        if self.mix is not None:
+            _ = self.updates  # a GPU may still be learning
+            self.mix.restart()
 
     @property
     def _mu(self) -> Tensor:
@@ -134,15 +137,11 @@ class MGTTAPlus(MGTTA):
         if self._layer == LOGITS:
             raise ValueError(f"{self.model.name} has no layer whose bias takes the shift: give recentre=0 to export it")
         _ = self.updates  # a GPU may still be learning
-        shift = self._shift(self.neighbours.mean(self._mu), every_class=True)
+        moved = 0.0 if self.mix is None else self.mix.now()
+        shift = self._shift(self.neighbours.mean(self._mu) - moved, every_class=True)
         own = self.adapted
         return export_net(self.model, own, statistics=self.statistics, head_shift=shift, head_layer=self._layer)
 
     def _looks(self, seen: Pass) -> tuple[Tensor, Tensor]:
         """Return how each image looks, and what the head reads of it: (n, K) and (n, d), means over its views."""
-        early = seen.features[self._early]
-        last = seen.features[-1]
-        if not self.mirror:
-            return early, last
-        views = (2, len(early) // 2)
-        return early.unflatten(0, views).mean(0), last.unflatten(0, views).mean(0)
+        return self.merge(seen.features[self._early]), self.merge(seen.features[-1])

@@ -1,11 +1,12 @@
 """Source statistics: mean and standard deviation of each layer's features on clean images (Eq. 7).
 
-Beside them: the mean of what the head reads, and how many clean images the model predicts alike when they are mirrored.
+Beside them: the mean of what the head reads, how features follow the predicted classes, and how many clean images the
+model predicts alike when they are mirrored.
 """
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,14 +17,16 @@ from mgtta._lib.files import check_kind, check_weights, read_tensors, write_tens
 from mgtta._lib.shipped import shipped
 from mgtta.models.batches import image_batches
 from mgtta.models.checks import IMAGE_AXES
+from mgtta.models.class_map import ClassMap, fit_class_map
 from mgtta.models.classifier import Classifier
 from mgtta.models.head import LOGITS, HeadTap
 from mgtta.models.loading import as_classifier
 
 KIND = "mgtta source statistics"
-VERSION = 2  # 1: without `head`, `head_layer` and `mirrored`
+VERSION = 3  # 1: without `head`, `head_layer` and `mirrored`; 2: without `by_class`
 LARGEST_VALUE = 20  # of a clean image, also of a normalised one
 MIRRORED_IMAGES = 512  # of which mirror images are predicted: their share has a standard error of at most 2 %
+FITTED_IMAGES = 1024  # whose features are held in memory, to see how they follow the classes
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class SourceStatistics:
         head_reads_last_layer: whether what the head reads are the last layer's features; None in older files.
         mirrored: share of clean images that are predicted alike when mirrored; 0 if the inputs are not images, None in
             older files.
+        by_class: how the features of all layers, and after them what the head reads, follow the predicted classes; None
+            in older files, or if they do not.
     """
 
     mean: list[Tensor]
@@ -47,6 +52,7 @@ class SourceStatistics:
     head_layer: str = LOGITS
     head_reads_last_layer: bool | None = None
     mirrored: float | None = None
+    by_class: ClassMap | None = None
 
     @property
     def before_head(self) -> Tensor:
@@ -58,9 +64,11 @@ class SourceStatistics:
         mean = [t.to(like.device, like.dtype) for t in self.mean]
         std = [t.to(like.device, like.dtype) for t in self.std]
         head = None if self.head is None else self.head.to(like.device, like.dtype)
-        if head is self.head and all(new is old for new, old in zip(mean + std, self.mean + self.std, strict=True)):
+        by_class = None if self.by_class is None else self.by_class.to(like)
+        same = head is self.head and by_class is self.by_class
+        if same and all(new is old for new, old in zip(mean + std, self.mean + self.std, strict=True)):
             return self
-        return replace(self, mean=mean, std=std, head=head)
+        return replace(self, mean=mean, std=std, head=head, by_class=by_class)
 
     def check(self, model: str, fingerprint: str) -> None:
         """Raise an error unless they were taken from the model of this name and fingerprint."""
@@ -81,6 +89,7 @@ def source_statistics(
     count = 0
     sums: list[_Sums] = []
     alike = _Alike()
+    seen = _Seen()
     layer = LOGITS
     same = False
     for x in image_batches(clean_images, batch_size):
@@ -94,13 +103,15 @@ def source_statistics(
         for total, f in zip(sums, features, strict=True):
             total.add(f.double())
         alike.add(model, x, logits)
+        seen.add(logits, features)
         count += len(x)
     if count < 2:
         raise ValueError(f"{count} clean images: a standard deviation needs at least 2, and 64 are enough")
     dtype = next(model.parameters()).dtype
     *mean, head = [total.mean(count).to(dtype) for total in sums]
     std = [total.std(count).to(dtype) for total in sums[:-1]]
-    return SourceStatistics(mean, std, count, model.name, model.fingerprint(), head, layer, same, alike.share())
+    own = (count, model.name, model.fingerprint(), head, layer, same, alike.share())
+    return SourceStatistics(mean, std, *own, by_class=seen.by_class(dtype))
 
 
 def _check(x: Tensor) -> None:
@@ -130,6 +141,27 @@ class _Alike:
 
     def share(self) -> float:
         return self.count / self.images
+
+
+class _Seen:
+    """Holds probabilities and features of the first FITTED_IMAGES."""
+
+    def __init__(self) -> None:
+        self.images = 0
+        self.probabilities: list[Tensor] = []
+        self.features: list[Tensor] = []
+
+    def add(self, logits: Tensor, features: Sequence[Tensor]) -> None:
+        n = min(len(logits), FITTED_IMAGES - self.images)
+        if n == 0:
+            return
+        self.images += n
+        self.probabilities.append(logits[:n].float().softmax(1))
+        self.features.append(torch.cat([f[:n].float() for f in features], 1))
+
+    def by_class(self, dtype: torch.dtype) -> ClassMap | None:
+        found = fit_class_map(torch.cat(self.probabilities), torch.cat(self.features))
+        return None if found is None else ClassMap(*(t.to(dtype) for t in found))
 
 
 class _Sums:
@@ -166,6 +198,8 @@ def save_source(source: SourceStatistics, path: str | os.PathLike) -> None:
         tensors["head"] = source.head
         about["head_layer"] = source.head_layer
         about["head_reads_last_layer"] = source.head_reads_last_layer
+    if source.by_class is not None:
+        tensors |= {f"by_class.{name}": t for name, t in source.by_class._asdict().items()}
     write_tensors(path, tensors, {"kind": KIND, "version": str(VERSION), "about": json.dumps(about)})
 
 
@@ -177,10 +211,13 @@ def load_source(name_or_path: str | os.PathLike) -> SourceStatistics:
     try:
         about = json.loads(metadata["about"])
         head = tensors.pop("head", None)
+        by_class = None
+        if "by_class.centre" in tensors:
+            by_class = ClassMap(*(tensors.pop(f"by_class.{name}") for name in ClassMap._fields))
         n = len(tensors) // 2
         mean = [tensors[f"mean.{i}"] for i in range(n)]
         std = [tensors[f"std.{i}"] for i in range(n)]
-        return SourceStatistics(mean, std, head=head, **about)
+        return SourceStatistics(mean, std, head=head, by_class=by_class, **about)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: damaged source statistics ({error}); make them again") from error
 
