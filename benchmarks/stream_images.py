@@ -7,15 +7,16 @@ from typing import Any
 
 import imagenet
 import numpy as np
+import pacs
 import torch
 from torch import Tensor
 
 from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS, corrupt
+from mgtta.data.datasets import open_dataset
 from mgtta.data.streams import GRADUAL
 
 GRADUAL_IMAGES = 100  # of each corruption and severity
 CORRUPTED_AT_ONCE = 50 * 224 * 224  # pixels
-NO_IMAGES = imagenet.Held(torch.empty(0), torch.empty(0))
 
 
 @dataclass(frozen=True)
@@ -26,27 +27,33 @@ class Network:
         words: for the page.
         test: its test images, in words.
         validation: the images for choosing, in words.
-        constants: of the corruptions; "cifar": of images of 32 pixels, from .npz files.
+        data: which images: imagenet, cifar10 or pacs.
+        constants: of the corruptions; "cifar": of images of 32 pixels.
         batch: images in a batch.
         trial: images of each corruption, in streams for choosing settings.
+        classes: of the network, where its weights are not those of its name.
     """
 
     model: str
     words: str
     test: str
     validation: str
+    data: str = "imagenet"
     constants: str = "imagenet"
     batch: int = 64
     trial: int = 320
+    classes: int | None = None
 
 
 IMAGENET = ("2,000 ImageNet validation images (shards 1 and 2)", "872 images of shard 0")
 CIFAR10 = ("the 10,000 test images of CIFAR-10", "872 training images")
+PACS = ("art and cartoons: benchmarks/pacs.py", "300 photographs of PACS")
 NETWORKS = {
     "deit_tiny": Network("deit_tiny_patch16_224", "DeiT-Tiny", *IMAGENET),
     "resnet50": Network("keras_resnet50", "ResNet-50", *IMAGENET),
     "efficientnet_lite0": Network("tf_efficientnet_lite0", "EfficientNet-Lite0", *IMAGENET),
-    "cifar10": Network("cifar_resnet56", "ResNet-56", *CIFAR10, "cifar", batch=200, trial=872),
+    "cifar10": Network("cifar_resnet56", "ResNet-56", *CIFAR10, "cifar10", "cifar", batch=200, trial=872),
+    "pacs": Network("deit_tiny_patch16_224", "DeiT-Tiny, fine-tuned on photographs", *PACS, "pacs", classes=7),
 }
 
 
@@ -56,12 +63,8 @@ def make(args: argparse.Namespace) -> Path:
     size = "" if args.images is None else f"_{args.images}"
     path = args.folder / f"{args.network}_{args.streams}{size}.pt"
     network = NETWORKS[args.network]
-    clean, test = _cifar10(args) if network.constants == "cifar" else _imagenet(args)
-    held = test
-    names = CORRUPTIONS
-    if args.streams != "test":
-        held = clean.part(imagenet.CHOOSING)
-        names = VALIDATION_CORRUPTIONS
+    clean, held = READERS[network.data](args)
+    names = CORRUPTIONS if args.streams == "test" else VALIDATION_CORRUPTIONS
     most = args.images
     if args.streams == "trial" and most is None:
         most = network.trial
@@ -85,6 +88,7 @@ def make(args: argparse.Namespace) -> Path:
         "split": "test" if args.streams == "test" else "validation",
         "batch": network.batch,
         "model": network.model,
+        "classes": network.classes,
         "checkpoint": str(args.checkpoint),
     }
     torch.save(made, path)
@@ -92,19 +96,37 @@ def make(args: argparse.Namespace) -> Path:
 
 
 def _imagenet(args: argparse.Namespace) -> tuple[imagenet.Held, imagenet.Held]:
-    """Return shard 0, and the test images if they are asked for."""
-    return imagenet.shard(args.data, 0), imagenet.shard(args.data, 1, 2) if args.streams == "test" else NO_IMAGES
+    """Return the clean images for statistics, shard 0, and those that are corrupted."""
+    clean = imagenet.shard(args.data, 0)
+    if args.streams == "test":
+        return clean, imagenet.shard(args.data, 1, 2)
+    return clean, clean.part(imagenet.CHOOSING)
 
 
 def _cifar10(args: argparse.Namespace) -> tuple[imagenet.Held, imagenet.Held]:
-    """Return 1,000 training images, and the test images if they are asked for."""
+    """The same for CIFAR-10: 1,000 training images are for statistics."""
 
     def held(name: str) -> imagenet.Held:
         found: Any = np.load(args.data / f"cifar10_{name}.npz")
         x = torch.from_numpy(found["images"]).permute(0, 3, 1, 2).contiguous()
         return imagenet.Held(x, torch.from_numpy(found["labels"]).long())
 
-    return held("validation"), held("test") if args.streams == "test" else NO_IMAGES
+    clean = held("validation")
+    if args.streams == "test":
+        return clean, held("test")
+    return clean, clean.part(imagenet.CHOOSING)
+
+
+def _pacs(args: argparse.Namespace) -> tuple[imagenet.Held, imagenet.Held]:
+    """The same for photographs: those of the training are for statistics, the last ones are corrupted."""
+    if args.streams == "test":
+        raise SystemExit("the test streams of PACS are those of benchmarks/pacs.py: give --streams validation")
+    photos = open_dataset(str(args.data / "pacs-photo.tar"))
+    every = imagenet.Held(torch.stack([image for image, _ in photos]), photos.labels)
+    return every.part(slice(-pacs.CHOICES)), every.part(slice(-pacs.CHOICES, None))
+
+
+READERS = {"imagenet": _imagenet, "cifar10": _cifar10, "pacs": _pacs}
 
 
 def _corrupted(x: Tensor, name: str, severity: int, constants: str, device: str) -> Tensor:

@@ -15,8 +15,9 @@ default.
 `run` takes the best pair of each method, by the mean of the three streams, with gather=16 and recall=16. Records are
 appended to OUT/streams.jsonl; what is there is not run again. OUT/streams.md is their table. With --streams validation
 they are of the validation images, and the files are named so. --alike sets how much alike images must be to count fully
-in mgtta+'s means; inf: all of them do. --plain gives mgtta+ balance=False. The kind `long` is the mixed stream eight
-times over, in other orders.
+in mgtta+'s means; inf: all of them do. --without class_mix gives mgtta+ and its kin class_mix=False. The kind `long` is
+the mixed stream eight times over, in other orders; `classes` is the mixed stream sorted by class. The network `pacs`
+has validation streams only.
 """
 
 import argparse
@@ -51,7 +52,7 @@ LONG = 8  # times the mixed stream
 ROUND_IMAGES = 1000  # of each corruption in a round, at most; half of those that there are
 SEEDS = 3
 KINDS = ("rounds", "one", "continual", "mixed", "labels", "reset", "gradual", "clean")  # the longest first
-SHOWN = ("reset", "continual", "rounds", "mixed", "long", "labels", "one", "gradual", "clean")  # columns
+SHOWN = ("reset", "continual", "rounds", "mixed", "long", "labels", "classes", "one", "gradual", "clean")  # columns
 TRIALS = ("one", "continual", "mixed")
 RATES = (1 / 3, 1.0, 3.0)  # that are tried, relative to the recipe's own
 PULLS = (0.0, 0.05)
@@ -86,7 +87,9 @@ class Bench:
         self.names = made["names"]  # of the corruptions
         self.split = made["split"]
         self.batch = made["batch"]
-        self.model = mgtta.load_model(made["model"], checkpoint=made["checkpoint"]).to(device)
+        self.model = mgtta.load_model(made["model"], checkpoint=made["checkpoint"], num_classes=made["classes"]).to(
+            device
+        )
         clean = made["clean"].to(device)
         self.needs = {
             "source": mgtta.source_statistics(self.model, clean),
@@ -108,6 +111,10 @@ class Bench:
             for _ in range(LONG if kind == "long" else 1):
                 rows = torch.cat([some(name) for name in self.names])
                 yield "mixed", list(rows[torch.randperm(len(rows), generator=random)].split(self.batch))
+        elif kind == "classes":
+            rows = torch.cat([some(name) for name in self.names])
+            rows = rows[torch.randperm(len(rows), generator=random)]
+            yield "mixed", list(rows[self.labels[rows[:, 0]].argsort(stable=True)].split(self.batch))
         elif kind == "clean":
             yield "clean", list(some("clean").split(self.batch))
         elif kind == "gradual":
@@ -232,8 +239,8 @@ def run(args: argparse.Namespace) -> None:
     name = "streams" if args.streams == "test" else args.streams
     if args.alike != _neighbours.ALIKE:
         name += f"_alike_{args.alike:g}"
-    if args.plain:
-        name += "_plain"
+    if args.without:
+        name += f"_without_{args.without}"
     store = args.out / f"{name}.jsonl"
     done = {(record["method"], record["kind"], record["seed"]) for record in read_lines(store)}
     todo = [job for job in jobs(args) if job[:3] not in done]
@@ -250,16 +257,16 @@ def jobs(args: argparse.Namespace) -> list[Job]:
     """Return all jobs: ten rounds, the longest stream, come first, then all methods with the first seed."""
     settings = chosen(args.out / "choices.jsonl")
     few = set(args.rounds.split(","))
-    plain = {"balance": False} if args.plain else {}
     found: list[Job] = []
     for given in args.methods.split(","):
         method, _, seeds = given.partition(":")
         if recipe(method).descent is not None and method != "mgtta_plus" and method not in settings:
             print(f"{method} has no settings yet: run `choose`", flush=True)
             continue
+        less = {args.without: False} if args.without in recipe(method).settings else {}
         for seed in range(int(seeds or args.seeds)):
             own = [kind for kind in args.kinds.split(",") if kind != "rounds" or (method in few and not seed)]
-            found += [(method, kind, seed, settings.get(method, {}) | plain) for kind in own]
+            found += [(method, kind, seed, settings.get(method, {}) | less) for kind in own]
     return sorted(found, key=lambda job: (job[1] != "rounds", job[2]))
 
 
@@ -344,7 +351,7 @@ def main() -> None:
         if do is run:
             verb.add_argument("--streams", choices=["test", "validation"], default="test")
             verb.add_argument("--alike", type=float, default=_neighbours.ALIKE)
-            verb.add_argument("--plain", action="store_true", help="mgtta+ and its kin with balance=False")
+            verb.add_argument("--without", choices=["balance", "class_mix"], help="of mgtta+ and its kin")
             verb.add_argument("--kinds", default=",".join(KINDS), help="of stream, the longest first; long is another")
             verb.add_argument("--rounds", default="mgtta_plus,plus_adam", help="methods that run ten rounds, one seed")
             verb.add_argument("--seeds", type=int, default=SEEDS)
