@@ -32,11 +32,11 @@ def _stream(kind: str) -> Callable[[Record], bool]:
     return lambda record: record["kind"] == kind
 
 
-def _pacs(domain: str) -> Callable[[Record], bool]:
-    """Return what chooses the records of a style as it comes: those without a guard."""
+def _pacs(domain: str, experiment: str = "pacs") -> Callable[[Record], bool]:
+    """Return what chooses the records of a style, by default as it comes: those without a guard."""
 
     def belongs(record: Record) -> bool:
-        return (record["experiment"], record["domain"]) == ("pacs", domain) and not record["settings"].get("guard")
+        return (record["experiment"], record["domain"]) == (experiment, domain) and not record["settings"].get("guard")
 
     return belongs
 
@@ -49,7 +49,12 @@ KINDS = {"reset": "reset", "continual": "never reset", "mixed": "mixed", "one": 
 COLUMNS = {  # folder -> column -> its records
     "resnet50": _streams("ResNet-50", *KINDS),
     "cifar10": _streams("CIFAR-10-C", *KINDS),
-    "pacs": {"PACS, art": _pacs("art"), "PACS, cartoons": _pacs("cartoon")},
+    "pacs": {
+        "PACS, art": _pacs("art"),
+        "PACS, cartoons": _pacs("cartoon"),
+        "PACS, art by class": _pacs("art", "pacs-labels"),
+        "PACS, cartoons by class": _pacs("cartoon", "pacs-labels"),
+    },
     "efficientnet_lite0": _streams("EfficientNet-Lite0", *KINDS),
 }
 ONLY_ON_THE_PAGE = ("single images", "EfficientNet-Lite0")  # parts of titles of columns that README leaves out
@@ -67,9 +72,9 @@ def columns(folders: dict[str, Path | None]) -> Found:
 
 
 def _records(name: str, folder: Path) -> Records:
-    if name in NETWORKS:
-        return read_lines(folder / "streams.jsonl")
-    return Store(folder).records()
+    if name == "pacs":
+        return Store(folder).records()
+    return read_lines(folder / "streams.jsonl")
 
 
 def short(found: Found) -> Found:
@@ -130,17 +135,15 @@ def beside(found: Found) -> str:
 
 def protocol(found: Found) -> str:
     """Return a line for each column: network, images, batch size, seeds."""
-    networks = {title: NETWORKS.get(name) for name, own in COLUMNS.items() for title in own}
+    networks = {title: NETWORKS[name] for name, own in COLUMNS.items() for title in own}
     lines = []
     for title, rows in found.items():
         records = [record for records in rows.values() for record in records]
         seeds = {len({record["seed"] for record in own}) for own in rows.values()}
         images = " or ".join(f"{n:,}" for n in sorted({record["images"] for record in records}))
         network = networks[title]
-        words = "DeiT-Tiny, fine-tuned on photographs, batches of 64"
-        if network is not None:
-            batch = 1 if "single" in title else network.batch
-            words = f"{network.words}, batches of {batch}"
+        batch = 1 if "single" in title else network.batch
+        words = f"{network.words}, batches of {batch}"
         lines.append(f"- {title}: {words}, {images} images per domain, seeds: {_span(seeds)}")
     return "\n".join(lines)
 

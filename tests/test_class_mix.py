@@ -98,8 +98,8 @@ def test_running_means_by_hand():
         mean = logits.softmax(1).mean(0)
         known = min(known + 50, USUAL_IMAGES)
         usual = usual + 50 / known * (mean - usual)
-        for _ in range(50):
-            recent = recent + (mean - recent) / RECENT_IMAGES
+        rate = max(1 - (1 - 1 / RECENT_IMAGES) ** 50, 50 / known)
+        recent = recent + rate * (mean - recent)
         [learned] = mix.of_batch(logits, ALONE)
         torch.testing.assert_close(learned, LEARNED_SHARE * (mean - usual), atol=1e-5, rtol=1e-4)
         before = mix.recent.clone()
@@ -109,6 +109,14 @@ def test_running_means_by_hand():
         torch.testing.assert_close(mix.now(), recent - usual, atol=1e-5, rtol=1e-4)
     mix.restart()
     assert mix.images == PRIOR_IMAGES
+
+
+def test_the_first_images_are_not_unusual():
+    """One by one: as long as the stream is short, what it shows is what is usual."""
+    mix = mix_of()
+    for t in range(40):
+        logits = torch.tensor([[3.0, 0.0, 0.0]]) + torch.randn(1, 3, generator=torch.Generator().manual_seed(t))
+        torch.testing.assert_close(mix.of_stream(logits, ALONE, observe=True), torch.zeros(3), atol=1e-6, rtol=0)
 
 
 def test_broken_images_do_not_count():

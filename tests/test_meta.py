@@ -346,7 +346,8 @@ def test_the_inner_loop_of_training_is_the_deployed_step(model, source):
     trainer = _Trainer(model, source, episodes, copy.deepcopy(generator), 8, 5e-3, 1e-2, 0.8, 0, 0.25, True)
     list(trainer.one_pass(2))
     [x] = episodes.episode(0).batches
-    method = mgtta.create("mgtta+", model, source=source, generator=generator, lr=5e-3, pull=0.25, gather=0, recall=0)
+    settings = {"lr": 5e-3, "pull": 0.25, "gather": 0, "recall": 0, "class_mix": False}
+    method = mgtta.create("mgtta+", model, source=source, generator=generator, **settings)
     method(x)
     for a, b in zip(trainer.theta, method.adapted.values(), strict=True):
         torch.testing.assert_close(a, b)

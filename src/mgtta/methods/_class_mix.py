@@ -63,7 +63,8 @@ class ClassMix(nn.Module):
         """
         mean, count = self._mean(logits, ranks)
         usual, images = self._followed(mean, count)
-        recent = self.recent.lerp(mean, 1 - (1 - 1 / RECENT_IMAGES) ** count)
+        recent_rate = 1 - (1 - 1 / RECENT_IMAGES) ** count
+        recent = self.recent.lerp(mean, recent_rate.clamp(min=count / images))  # as fast as `usual`, at least
         if observe:
             self.recent.copy_(recent)
             self.usual.copy_(usual)
