@@ -25,6 +25,7 @@ import gc
 import json
 import math
 import statistics
+import textwrap
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -51,6 +52,7 @@ ROUNDS = 10
 LONG = 8  # times the mixed stream
 ROUND_IMAGES = 1000  # of each corruption in a round, at most; half of those that there are
 SEEDS = 3
+LINE_WIDTH = 120  # characters, of the page
 KINDS = ("rounds", "one", "continual", "mixed", "labels", "reset", "gradual", "clean")  # the longest first
 SHOWN = ("reset", "continual", "rounds", "mixed", "long", "labels", "classes", "one", "gradual", "clean")  # columns
 TRIALS = ("one", "continual", "mixed")
@@ -297,7 +299,8 @@ def page(records: Records, network: str = "deit_tiny", name: str = "streams", fi
     tries = "the best of six pairs of learning rate and pull"
     if network != "deit_tiny":
         tries = "the best of four learning rates with the pull of mgtta+"
-    words = PROTOCOL.format(words=about.words, images=images, batch=about.batch, tries=tries)
+    protocol = PROTOCOL.format(words=about.words, images=images, batch=about.batch, tries=tries)
+    words = textwrap.fill(" ".join(protocol.split()), LINE_WIDTH)
     shown = table(["method", *kinds], rows, right=True)
     return f"# One setting for every stream\n\n`{command}`\n\n{words}\n\n{shown}\n"
 
