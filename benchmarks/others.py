@@ -4,7 +4,8 @@
 
 reads the records of `benchmarks/streams.py run --network resnet50` (and of efficientnet_lite0 and cifar10), and those
 of benchmarks/pacs.py, and writes others.md. A folder that is not given is left out. With --readme, the first table also
-goes between the marks `others:start` and `others:end` of README.md, without single images and EfficientNet-Lite0.
+goes between the marks `others:start` and `others:end` of README.md, without single images and EfficientNet-Lite0, and
+with the best methods only.
 """
 
 import argparse
@@ -57,6 +58,7 @@ COLUMNS = {  # folder -> column -> its records
     },
     "efficientnet_lite0": _streams("EfficientNet-Lite0", *KINDS),
 }
+README_ROWS = 9  # besides NoAdapt's
 ONLY_ON_THE_PAGE = ("single images", "EfficientNet-Lite0")  # parts of titles of columns that README leaves out
 
 
@@ -92,14 +94,20 @@ def figure(records: Records) -> tuple[float, str]:
     return mean, f"{mean:.1f} ± {statistics.stdev(means):.1f}"
 
 
-def measured(found: Found) -> str:
-    """Return the table of top-1, the lowest row of the first column first; the best of each column is bold."""
+def measured(found: Found, most: int | None = None) -> str:
+    """Return the table of top-1, the best row of the first column first; the best of each column is bold.
+
+    Args:
+        most: rows besides NoAdapt's; by default all.
+    """
     figures = {title: {m: figure(records) for m, records in rows.items()} for title, rows in found.items()}
     methods = dict.fromkeys(method for rows in figures.values() for method in rows)
     first = next(iter(figures.values()))
     best = {title: max(rows.values()) for title, rows in figures.items()}
+    ranked = sorted(methods, key=lambda method: first.get(method, (0.0, "")), reverse=True)
+    shown_methods = [method for k, method in enumerate(ranked) if most is None or k < most or method == "noadapt"]
     rows = []
-    for method in sorted(methods, key=lambda method: first.get(method, (0.0, ""))):
+    for method in shown_methods:
         cells = []
         for title, column in figures.items():
             shown = column.get(method)
@@ -176,7 +184,7 @@ def main() -> None:
         path.write_text("\n\n".join(part for part in parts if part) + "\n")
     if args.readme:
         readme = ROOT / "README.md"
-        text = between(readme.read_text(), "others", measured(short(found)))
+        text = between(readme.read_text(), "others", measured(short(found), README_ROWS))
         with atomic(readme) as path:
             path.write_text(text)
     print(measured(found))

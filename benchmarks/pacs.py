@@ -36,6 +36,8 @@ from mgtta.bench.cells import Cell, Setup
 from mgtta.bench.run import run_cells, run_swept
 from mgtta.bench.store import Store
 from mgtta.data.datasets import open_dataset
+from mgtta.methods.registry import recipe
+from mgtta.report.summary import spelled
 
 MODEL = "deit_tiny_patch16_224"
 CLASSES = 7
@@ -225,12 +227,18 @@ def show(args: argparse.Namespace) -> None:
 def page(records: list[dict[str, Any]]) -> str:
     """Return the page: top-1 of each method on each stream, without and with the guard."""
     protocol = records[0]["protocol"]
+    machines = {f"{r['protocol']['device']}, torch {r['protocol']['versions']['torch']}" for r in records}
     swept = any(record["protocol"]["chosen_from"] for record in records)
-    tuned = "chosen on 300 photographs under the validation corruptions" if swept else "the recipes' own"
+    tuned = "the recipes' own"
+    if swept:
+        tuned = "chosen on 300 photographs under the validation corruptions"
+        own = {r["method"] for r in records if recipe(r["method"]).descent and not r["protocol"]["chosen_from"]}
+        if own:
+            tuned += f" (of {', '.join(sorted(map(spelled, own)))} the recipe's own)"
     seeds = len({record["seed"] for record in records})
     words = (
         f"Top-1 in percent, up to {seeds} seeds (mean ± standard deviation), batches of 64; weights "
-        f"{protocol['weights']}, learning rates {tuned}, {protocol['device']}, torch {protocol['versions']['torch']}. "
+        f"{protocol['weights']}, learning rates {tuned}; {'; '.join(sorted(machines))}. "
         "After the slash: with the guard, one seed. ▼: more than a standard deviation below NoAdapt."
     )
     asked = f"python benchmarks/pacs.py adapt --data PACS --model pacs --seeds {seeds}"
@@ -260,7 +268,7 @@ def page_table(records: list[dict[str, Any]]) -> str:
             still = scores.get(("noadapt", False, column), [])
             found = [scores.get((method, guard, column)) for guard in (False, True)]
             shown.append(" / ".join(_shown(each, still) for each in found if each))
-        rows.append([method, *shown, f"{mean(method):.1f}"])
+        rows.append([spelled(method), *shown, f"{mean(method):.1f}"])
     return table(["method", *columns.values(), "mean"], rows, right=True)
 
 

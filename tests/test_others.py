@@ -58,7 +58,8 @@ def test_the_table_has_means_over_domains_and_seeds_without_the_guard(others, fo
         lines[0] == "| top-1, % | ResNet-50, never reset | ResNet-50, single images | PACS, art | PACS, art by class |"
     )
     assert lines[3] == "| noadapt | 21.0 |  | **60.0** | **50.0** |"
-    assert lines[4] == "| mgtta+ | **41.0 ± 1.4** |  |  |  |"
+    assert lines[2] == "| mgtta+ | **41.0 ± 1.4** |  |  |  |"
+    assert others.measured(found, 0).splitlines()[2:] == [lines[3]]
     assert list(others.short(found)) == ["ResNet-50, never reset", "PACS, art", "PACS, art by class"]
 
 
