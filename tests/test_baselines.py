@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import warnings
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transcription import softmax as probabilities
 
 import mgtta
 from mgtta._lib.timm import timm
+from mgtta.data.patterns import Patterns
 from mgtta.methods._augment import mask_low_frequencies, random_view
 from mgtta.methods._descent import Descent
 from mgtta.methods._reliable import redundancy_for
@@ -539,6 +541,19 @@ def test_spa_predictor_stands_before_the_head_of_the_twin():
     close(method.through_predictor(x, torch.eye(16).double()).detach(), method.model(x).detach())
     method(x)
     assert not torch.equal(method.predictor, torch.eye(16).double())
+
+
+def test_spa_warns_of_no_image_that_it_made_itself():
+    """A twin without some low frequencies lies outside [0, 1]; the caller's images do not."""
+    model = mgtta.load_model("patterns_vit")
+    method = mgtta.create("spa", model)
+    x, _ = Patterns(16).tensors()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        method(x)
+        method(x / 255)
+    with pytest.warns(UserWarning, match="outside"):
+        method(x / 255 * 4 - 2)
 
 
 def test_spa_gate_keeps_out_images_that_are_less_sure_than_their_twin():

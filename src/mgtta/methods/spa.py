@@ -108,7 +108,8 @@ class SPA(Method):
 
     def through_predictor(self, x: Tensor, predictor: Tensor) -> Tensor:
         """The logits of x with the predictor before the head."""
-        with self.model.head.register_forward_pre_hook(lambda _head, inputs: (inputs[0] @ predictor.T,)):
+        predicted = self.model.head.register_forward_pre_hook(lambda _head, inputs: (inputs[0] @ predictor.T,))
+        with predicted, self.model.unwatched():
             return self.model(x)
 
     def adapt(self, x: Tensor) -> Pass:

@@ -3,7 +3,8 @@
 Shapes: N images, C scored classes, d_i features of layer i.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 
 import torch
@@ -213,6 +214,16 @@ class Classifier(nn.Module):
             raise TypeError(f"{self.name} was loaded with normalised=True, and uint8 images are not normalised")
         if self.mean is not None:
             self._first_batches.look_at_images(x, self.name)
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Return a block in which no image is warned of: views that a method makes may lie outside [0, 1]."""
+        left = self._first_batches.images_left
+        self._first_batches.images_left = 0
+        try:
+            yield
+        finally:
+            self._first_batches.images_left = left
 
     def prepare(self, x: Tensor) -> Tensor:
         """Return the images as the network takes them: on its device, in its dtype, normalised."""
