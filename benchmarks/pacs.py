@@ -6,8 +6,8 @@
 
 PACS is the folder of pacs-photo.tar, pacs-art_painting.tar and pacs-cartoon.tar. `train` uses the first 1,370
 photographs; the source statistics are theirs. The last 300, under the four validation corruptions, choose one learning
-rate of every method for all streams, with equal tries. They also give EATA's Fisher information. Art and cartoons are
-only tested on.
+rate of every method for all streams, with seven tries each, and more if the best is at an edge. They also give EATA's
+Fisher information. Art and cartoons are only tested on.
 
 `adapt` runs four streams: every style as it comes, every style sorted by class, both mixed within each batch, and art,
 then cartoons, without a reset. The methods of --guarded also run with the guard, with the first seed. It resumes from
@@ -257,18 +257,20 @@ def page_table(records: list[dict[str, Any]]) -> str:
         scores.setdefault((r["method"], "guard" in r["settings"], column), []).append(r["top1"])
     methods = dict.fromkeys(r["method"] for r in records)
 
-    def mean(method: str) -> float:
+    def mean(method: str) -> float | None:
+        """Return the mean over the streams; None if one is missing."""
         own = [scores.get((method, False, column), []) for column in columns]
-        return statistics.mean(statistics.mean(each) for each in own if each)
+        return statistics.mean(statistics.mean(each) for each in own) if all(own) else None
 
     rows = []
-    for method in sorted(methods, key=mean):
+    for method in sorted(methods, key=lambda method: mean(method) or 0.0):
         shown = []
         for column in columns:
             still = scores.get(("noadapt", False, column), [])
             found = [scores.get((method, guard, column)) for guard in (False, True)]
             shown.append(" / ".join(_shown(each, still) for each in found if each))
-        rows.append([spelled(method), *shown, f"{mean(method):.1f}"])
+        whole = mean(method)
+        rows.append([spelled(method), *shown, "" if whole is None else f"{whole:.1f}"])
     return table(["method", *columns.values(), "mean"], rows, right=True)
 
 

@@ -274,7 +274,8 @@ def jobs(args: argparse.Namespace) -> list[Job]:
 
 PROTOCOL = """{words}, {images}, batches of {batch}, one H200 in bfloat16 (precision="auto", the default). Top-1 in
 percent; in parentheses the expected calibration error. With the standard deviation where there are several seeds; empty
-where a stream was not run. Of rounds and of the long stream: the last, and in brackets the first and the lowest. mgtta+
+where a stream was not run. Of rounds and of the long stream: the last, and in brackets the first and the lowest; the
+calibration error is over all. mgtta+
 has its default settings. Every other gradient method has gather=16, recall=16, and {tries}, by the mean of
 three short validation streams (continual, mixed, batches of one). The remaining methods are as their recipes are."""
 

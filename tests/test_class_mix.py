@@ -136,11 +136,29 @@ def test_a_scored_subset_has_the_map_of_its_classes(net):
     own = net()
     source = mgtta.source_statistics(mgtta.load_model(own), images(32, seed=99))
     some = mgtta.load_model(own, classes=[1, 4, 5])
-    found = _class_mix.class_mix(source, some.classes, source.head)
+    found = _class_mix.class_mix_for(some, source, source.head)
     torch.testing.assert_close(found.usual.sum(), torch.tensor(1.0))
     assert torch.equal(found.by_class.down, source.by_class.down[[1, 4, 5]])
-    method = mgtta.create("mgtta+", some, source=dataclasses.replace(source), generator=random_generator())
+    method = mgtta.create("mgtta+", some, source=source, generator=random_generator())
     assert method(images(4)).isfinite().all()
+
+
+def test_statistics_of_some_classes_serve_these_only(tmp_path):
+    own = vit()
+    some = mgtta.load_model(own, classes=[1, 4, 5])
+    mgtta.save_source(mgtta.source_statistics(some, images(32, seed=99)), tmp_path / "source")
+    source = mgtta.load_source(tmp_path / "source")
+    assert source.classes == [1, 4, 5]
+    assert torch.equal(_class_mix.class_mix_for(some, source, source.head).usual, source.by_class.centre)
+    for classes in (None, [4, 1, 5], [1, 4]):
+        assert _class_mix.class_mix_for(mgtta.load_model(own, classes=classes), source, source.head) is None
+
+
+def test_a_batch_larger_than_the_memory_replaces_it():
+    mix = mix_of()
+    logits = 3 * torch.randn(2 * USUAL_IMAGES, 3, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(mix.of_stream(logits, ALONE, observe=True), torch.zeros(3))
+    torch.testing.assert_close(mix.recent, logits.softmax(1).mean(0))
 
 
 def accuracy(order: Tensor, x: Tensor, y: Tensor, **settings) -> float:

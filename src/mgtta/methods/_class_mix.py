@@ -6,8 +6,8 @@ too, but for as long as it lasts. So only what differs from the usual prediction
 
 Notation    p (n, C) predicted probabilities of a batch
             recent (C,) their mean over about the last RECENT_IMAGES images
-            usual (C,) their mean over all images of the domain, about the last USUAL_IMAGES at most, and over
-            PRIOR_IMAGES that are predicted as the source predicts clean images
+            usual (C,) their mean over all images of the domain, about the last USUAL_IMAGES at most. Before them,
+            what was known counts for PRIOR_IMAGES: the source's mean on clean images, later that of the domain before
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 from mgtta._lib.ranks import Alone
 from mgtta.models.class_map import ClassMap
+from mgtta.models.classifier import Classifier
 from mgtta.models.source import SourceStatistics
 
 RECENT_IMAGES = 64
 USUAL_IMAGES = 1280
 PRIOR_IMAGES = 8
-LEARNED_SHARE = 0.5  # of what the objective counts as classes: predictions are not sure
+LEARNED_SHARE = 0.5  # of what classes move, in the objective: not all, since predictions are not sure
 
 
 class ClassMix(nn.Module):
@@ -46,14 +47,15 @@ class ClassMix(nn.Module):
         self.register_buffer("images", torch.full_like(by_class.centre[0], PRIOR_IMAGES))  # for which `usual` counts
 
     def restart(self) -> None:
-        """Let the next images decide what is usual: another domain has begun."""
+        """Let what was usual count for PRIOR_IMAGES only, so that the next images decide: another domain has begun."""
         self.images.fill_(PRIOR_IMAGES)
 
     def of_batch(self, logits: Tensor, ranks: Alone) -> Sequence[Tensor]:
-        """Return how far the classes of a batch move each layer's mean (d_i,), as far as the objective counts it."""
+        """Return LEARNED_SHARE of how far unusual classes of a batch move the mean of each layer (d_i,)."""
         mean, count = self._mean(logits, ranks)
-        usual, _ = self._followed(mean, count)
-        return self._moved(LEARNED_SHARE * (mean - usual) * (count > 0))[:-1]
+        _, rate = self._rate(count)
+        usual = self.usual.lerp(mean, rate)
+        return self._features_moved(LEARNED_SHARE * (mean - usual) * (count > 0))[:-1]
 
     def of_stream(self, logits: Tensor, ranks: Alone, observe: bool) -> Tensor:
         """Return how far the classes of the last images, a batch included, move the mean of what the head reads (d,).
@@ -62,28 +64,29 @@ class ClassMix(nn.Module):
             observe: take the batch into the running means.
         """
         mean, count = self._mean(logits, ranks)
-        usual, images = self._followed(mean, count)
+        images, rate = self._rate(count)
+        usual = self.usual.lerp(mean, rate)
         recent_rate = 1 - (1 - 1 / RECENT_IMAGES) ** count
-        recent = self.recent.lerp(mean, recent_rate.clamp(min=count / images))  # as fast as `usual`, at least
+        recent = self.recent.lerp(mean, torch.maximum(recent_rate, rate))  # never slower than `usual`
         if observe:
             self.recent.copy_(recent)
             self.usual.copy_(usual)
             self.images.copy_(images)
-        return self._moved(recent - usual)[-1]
+        return self._features_moved(recent - usual)[-1]
 
     def now(self) -> Tensor:
         """Return how far the classes of the last images move the mean of what the head reads (d,)."""
-        return self._moved(self.recent - self.usual)[-1]
+        return self._features_moved(self.recent - self.usual)[-1]
 
-    def _moved(self, change: Tensor) -> Sequence[Tensor]:
+    def _features_moved(self, change: Tensor) -> Sequence[Tensor]:
         """Return the change of each layer's features and of what the head reads, given that of the probabilities."""
         self.by_class = self.by_class.to(change)
         return self.by_class.features(change).split(self.widths)
 
-    def _followed(self, mean: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the usual probabilities after a batch of so many images, and for how many images they count."""
+    def _rate(self, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Return for how many images `usual` counts after so many more, and their share in it."""
         images = (self.images + count).clamp(max=USUAL_IMAGES)
-        return self.usual.lerp(mean, (count / images).clamp(max=1)), images
+        return images, (count / images).clamp(max=1)
 
     def _mean(self, logits: Tensor, ranks: Alone) -> tuple[Tensor, Tensor]:
         """Return the mean probabilities of all ranks' images that are finite (C,), and their number."""
@@ -93,18 +96,17 @@ class ClassMix(nn.Module):
         return torch.where(finite[:, None], p, 0).sum(0) / count.clamp(min=1), count
 
 
-def class_mix(source: SourceStatistics, classes: Tensor | None, like: Tensor) -> ClassMix | None:
-    """Return the means for a stream that begins; None if the statistics do not tell how features follow classes.
+def class_mix_for(model: Classifier, source: SourceStatistics, like: Tensor) -> ClassMix | None:
+    """Return the means for a stream that begins; None if the statistics do not tell how features follow these classes.
 
     Args:
-        classes: the classes that are scored; None: all.
         like: a tensor whose device and dtype they shall have.
     """
     by_class = source.by_class
-    if by_class is None:
+    classes = None if model.classes is None else model.classes.tolist()
+    if by_class is None or source.classes not in (None, classes):
         return None
-    if classes is not None and len(classes) != len(by_class.centre):  # the map is of all classes of the network
-        chosen = classes.to(by_class.centre.device)
-        centre = by_class.centre[chosen]
-        by_class = ClassMap(centre / centre.sum(), by_class.down[chosen], by_class.up)
+    if classes != source.classes:  # the statistics are of all classes
+        centre = by_class.centre[classes]
+        by_class = ClassMap(centre / centre.sum(), by_class.down[classes], by_class.up)
     return ClassMix(by_class.to(like), [len(mean) for mean in (*source.mean, source.before_head)])

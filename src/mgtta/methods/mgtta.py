@@ -89,7 +89,7 @@ class MGTTA(ObjectiveMethod):
 
         Args:
             weight: of each image's entropy (N,), if they differ.
-            moved: how far from the source's each layer's mean may be (d_i,), if at all.
+            moved: how far from the source's mean each layer's is expected to be (d_i,); None: not at all.
         """
         source = self.source = self.source.to(logits)
         mean = source.mean

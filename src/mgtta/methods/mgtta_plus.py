@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mgtta.adaptation.method import OptimizerFactory
 from mgtta.adaptation.step import Pass
 from mgtta.losses import fair_share
-from mgtta.methods._class_mix import class_mix as class_mix_of
+from mgtta.methods._class_mix import class_mix_for
 from mgtta.methods._descent import Descent, constant_rate
 from mgtta.methods._head import check_head, through_head
 from mgtta.methods._mirror import mirrors, with_mirror_images
@@ -81,10 +81,10 @@ class MGTTAPlus(MGTTA):
         self._early = int(EARLY * len(self.source.mean))
         centre = self.source.to(like).before_head.detach()
         self.neighbours = Neighbours(centre, width=len(self.source.mean[self._early]))
-        self.mix = class_mix_of(self.source, model.classes, like) if class_mix else None
+        self.mix = class_mix_for(model, self.source, like) if class_mix else None
 
     def views(self, x: Tensor) -> Tensor:
-        """Return the images, and after them their mirror images: (2n, 3, H, W)."""
+        """Return the images, and with `mirror` after them their mirror images: (2n, 3, H, W)."""
         if not self._checked:
             check_head(self.model, x, "give recentre=0")
             self._checked = True
@@ -95,7 +95,7 @@ class MGTTAPlus(MGTTA):
         return logits.unflatten(0, (2, -1)).mean(0) if self.mirror else logits
 
     def objective(self, logits: Tensor, features: Sequence[Tensor]) -> Tensor:
-        """Return Eq. 7, in which no predicted class has more than its share in the entropy."""
+        """Return Eq. 7 with fair shares of the entropy, and means as the classes of the batch let us expect them."""
         if self.model.reads_head:
             features = features[:-1]
         weight = fair_share(logits, self.ranks) if self.balance else None
@@ -106,7 +106,7 @@ class MGTTAPlus(MGTTA):
         return self.eq7(logits, features, weight, moved)
 
     def answer(self, seen: Pass, observe: bool) -> Tensor:
-        """Return the logits with the features' shift taken back."""
+        """Return the logits with the features' shift taken back, but for what comes of classes."""
         moved = 0.0 if self.mix is None else self.mix.of_stream(seen.logits, self.ranks, observe)
         if not self.recentre:
             return seen.logits

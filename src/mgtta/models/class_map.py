@@ -5,7 +5,7 @@ Notation    n images, C classes, D features; P (n, C) predicted probabilities an
             B = P^T (K + lambda)^-1 F, (C, D): a change c of the probabilities goes with a change c B of the features
             H = K (K + lambda)^-1; an image that is left out is missed by (F - H F)_i / (1 - H_ii)
 
-Of B the largest directions of P are kept, as two factors.
+B is kept as two factors, for the LARGEST_RANK largest directions of P.
 """
 
 from typing import NamedTuple
@@ -55,7 +55,7 @@ def fit_class_map(probabilities: Tensor, features: Tensor) -> ClassMap | None:
     judged = f[:, :: -(-f.shape[1] // JUDGED_FEATURES)].double()
     missed = {s * unit: _missed(judged, eigenvalues, directions, s * unit) for s in STRENGTHS}
     strength = min(missed, key=lambda s: missed[s])
-    if missed[strength] >= 1:
+    if not missed[strength] < 1:  # NaN, if no feature varies
         return None
     kept = eigenvalues > LEAST_SHARE * eigenvalues.max()
     kept[:-LARGEST_RANK] = False  # they come in ascending order

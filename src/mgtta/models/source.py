@@ -41,6 +41,7 @@ class SourceStatistics:
             older files.
         by_class: how the features of all layers, and after them what the head reads, follow the predicted classes; None
             in older files, or if they do not.
+        classes: the scored classes, to which `by_class` belongs; None: all.
     """
 
     mean: list[Tensor]
@@ -53,6 +54,7 @@ class SourceStatistics:
     head_reads_last_layer: bool | None = None
     mirrored: float | None = None
     by_class: ClassMap | None = None
+    classes: list[int] | None = None
 
     @property
     def before_head(self) -> Tensor:
@@ -111,7 +113,8 @@ def source_statistics(
     *mean, head = [total.mean(count).to(dtype) for total in sums]
     std = [total.std(count).to(dtype) for total in sums[:-1]]
     own = (count, model.name, model.fingerprint(), head, layer, same, alike.share())
-    return SourceStatistics(mean, std, *own, by_class=seen.by_class(dtype))
+    classes = None if model.classes is None else model.classes.tolist()
+    return SourceStatistics(mean, std, *own, by_class=seen.by_class(dtype), classes=classes)
 
 
 def _check(x: Tensor) -> None:
@@ -193,6 +196,7 @@ def save_source(source: SourceStatistics, path: str | os.PathLike) -> None:
         "model": source.model,
         "fingerprint": source.fingerprint,
         "mirrored": source.mirrored,
+        "classes": source.classes,
     }
     if source.head is not None:
         tensors["head"] = source.head
