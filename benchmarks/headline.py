@@ -184,6 +184,11 @@ def of_experiment(records: Iterable[Record], name: str) -> list[Section]:
     return sorted(found, key=lambda section: -section.records[0]["images"])
 
 
+def with_most_images(found: Sequence[Section]) -> list[Section]:
+    """Return the sections that have as many images as the first one."""
+    return [section for section in found if section.records[0]["images"] == found[0].records[0]["images"]]
+
+
 def headline(section: Section) -> Ranked:
     """Return the table of the 15 corruptions, reset before each."""
     figures = section.figures()
@@ -332,8 +337,8 @@ def tables(records: Sequence[Record]) -> dict[str, list[Ranked]]:
     """Return mark -> the tables between its marks, in the order of headline.md; without those that have no rows."""
     found = {
         "streams": streams(records),
-        "headline": [headline(section) for section in of_experiment(records, "corruptions")],
-        "others": [others(records)],
+        "headline": [headline(section) for section in with_most_images(of_experiment(records, "corruptions"))],
+        "experiments": [others(records)],
     }
     filled = {mark: [one for one in ranked if one.rows] for mark, ranked in found.items()}
     return {mark: ranked for mark, ranked in filled.items() if ranked}

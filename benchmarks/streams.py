@@ -8,9 +8,8 @@ the order of the images, since corruptions are drawn once. Other networks: resne
 benchmarks/weights.py), cifar10 (benchmarks/cifar.py prepare).
 
 `choose` tries settings of each gradient method on three short streams of the validation images (continual, mixed,
-batches of one), and appends to OUT/choices.jsonl: on DeiT-Tiny three learning rates, each with two pulls; on other
-networks, whose rates are less known, four learning rates with the pull of mgtta+. mgtta+ is not tried: it has its
-default.
+batches of one), and appends to OUT/choices.jsonl: on DeiT-Tiny three learning rates, on other networks, whose rates are
+less known, four, each with two pulls. mgtta+ is not tried: it has its default.
 
 `run` takes the best pair of each method, by the mean of the three streams, with gather=16 and recall=16. Records are
 appended to OUT/streams.jsonl; what is there is not run again. OUT/streams.md is their table. With --streams validation
@@ -59,7 +58,6 @@ TRIALS = ("one", "continual", "mixed")
 RATES = (1 / 3, 1.0, 3.0)  # that are tried, relative to the recipe's own
 PULLS = (0.0, 0.05)
 OTHER_RATES = (*RATES, 10.0)  # the same for networks other than DeiT-Tiny
-OTHER_PULLS = (0.05,)
 OPTIONS = {"gather": 16, "recall": 16}
 GRADIENT = (
     "mgtta_plus,plus_adam,plus_sgd,mgtta,mgtta_lstm,eq7_adam,eq7_sgd,actmad,tent,eta,eata,rdumb,tent_come,eata_come,"
@@ -214,7 +212,7 @@ def tries(method: str, network: str) -> list[Settings]:
     pairs = product(RATES, PULLS)
     if network != "deit_tiny":
         centre = own.resnets.get("lr", centre)
-        pairs = product(OTHER_RATES, OTHER_PULLS)
+        pairs = product(OTHER_RATES, PULLS)
     return [{"lr": float(f"{centre * rate:.3g}"), "pull": pull, **OPTIONS} for rate, pull in pairs]
 
 
@@ -297,9 +295,7 @@ def page(records: Records, network: str = "deit_tiny", name: str = "streams", fi
     command = f"python benchmarks/streams.py run --network {network} --data DATA --checkpoint WEIGHTS --out results"
     if first is not None:
         command += f" --images {first}"
-    tries = "the best of six pairs of learning rate and pull"
-    if network != "deit_tiny":
-        tries = "the best of four learning rates with the pull of mgtta+"
+    tries = f"the best of {'six' if network == 'deit_tiny' else 'eight'} pairs of learning rate and pull"
     protocol = PROTOCOL.format(words=about.words, images=images, batch=about.batch, tries=tries)
     words = textwrap.fill(" ".join(protocol.split()), LINE_WIDTH)
     shown = table(["method", *kinds], rows, right=True)

@@ -13,7 +13,14 @@ from mgtta.adaptation.wrapper import innermost
 from mgtta.data.corruptions import corrupt
 from mgtta.data.patterns import Patterns
 from mgtta.methods import _class_mix
-from mgtta.methods._class_mix import LEARNED_SHARE, PRIOR_IMAGES, RECENT_IMAGES, USUAL_IMAGES, ClassMix
+from mgtta.methods._class_mix import (
+    EARLIER_IMAGES,
+    LEARNED_SHARE,
+    PRIOR_IMAGES,
+    RECENT_IMAGES,
+    USUAL_IMAGES,
+    ClassMix,
+)
 from mgtta.models.class_map import STRENGTHS, ClassMap, fit_class_map
 
 CLASSES = 4
@@ -96,27 +103,34 @@ def test_running_means_by_hand():
     for t in range(30):
         logits = 2 * torch.randn(50, 3, generator=torch.Generator().manual_seed(t))
         mean = logits.softmax(1).mean(0)
-        known = min(known + 50, USUAL_IMAGES)
-        usual = usual + 50 / known * (mean - usual)
-        rate = max(1 - (1 - 1 / RECENT_IMAGES) ** 50, 50 / known)
-        recent = recent + rate * (mean - recent)
         [learned] = mix.of_batch(logits, ALONE)
         torch.testing.assert_close(learned, LEARNED_SHARE * (mean - usual), atol=1e-5, rtol=1e-4)
+        known = min(known + 50, USUAL_IMAGES)
+        usual = usual + 50 / known * (mean - usual)
+        recent = recent + (1 - (1 - 1 / RECENT_IMAGES) ** 50) * (mean - recent)
         before = mix.recent.clone()
         torch.testing.assert_close(mix.of_stream(logits, ALONE, observe=False), recent - usual, atol=1e-5, rtol=1e-4)
         assert torch.equal(mix.recent, before)
         torch.testing.assert_close(mix.of_stream(logits, ALONE, observe=True), recent - usual, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(mix.now(), recent - usual, atol=1e-5, rtol=1e-4)
     mix.restart()
-    assert mix.images == PRIOR_IMAGES
+    assert mix.images == EARLIER_IMAGES
+
+
+def test_a_domain_that_begins_early_does_not_make_the_prior_stronger():
+    mix = mix_of()
+    mix.of_stream(torch.randn(4, 3), ALONE, observe=True)
+    mix.restart()
+    assert mix.images == PRIOR_IMAGES + 4
 
 
 def test_the_first_images_are_not_unusual():
-    """One by one: as long as the stream is short, what it shows is what is usual."""
+    """One by one: as long as the stream is short, what it shows is hardly more recent than usual."""
     mix = mix_of()
-    for t in range(40):
+    for t in range(20):
         logits = torch.tensor([[3.0, 0.0, 0.0]]) + torch.randn(1, 3, generator=torch.Generator().manual_seed(t))
-        torch.testing.assert_close(mix.of_stream(logits, ALONE, observe=True), torch.zeros(3), atol=1e-6, rtol=0)
+        assert mix.of_stream(logits, ALONE, observe=True).abs().max() < 0.03
+    assert mix.recent[0] > 0.45  # a third at first
 
 
 def test_broken_images_do_not_count():

@@ -6,8 +6,9 @@ too, but for as long as it lasts. So only what differs from the usual prediction
 
 Notation    p (n, C) predicted probabilities of a batch
             recent (C,) their mean over about the last RECENT_IMAGES images
-            usual (C,) their mean over all images of the domain, about the last USUAL_IMAGES at most. Before them,
-            what was known counts for PRIOR_IMAGES: the source's mean on clean images, later that of the domain before
+            usual (C,) their mean over all images so far, about the last USUAL_IMAGES at most. Before them, the source's
+            mean on clean images counts for PRIOR_IMAGES. When another domain begins, what came before it counts for
+            EARLIER_IMAGES at most
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,9 @@ from mgtta.models.source import SourceStatistics
 
 RECENT_IMAGES = 64
 USUAL_IMAGES = 1280
-PRIOR_IMAGES = 8
-LEARNED_SHARE = 0.5  # of what classes move, in the objective: not all, since predictions are not sure
+PRIOR_IMAGES = 64
+EARLIER_IMAGES = 256
+LEARNED_SHARE = 0.75  # of what classes move, in the objective: not all, since predictions are not sure
 
 
 class ClassMix(nn.Module):
@@ -47,15 +49,13 @@ class ClassMix(nn.Module):
         self.register_buffer("images", torch.full_like(by_class.centre[0], PRIOR_IMAGES))  # for which `usual` counts
 
     def restart(self) -> None:
-        """Let what was usual count for PRIOR_IMAGES only, so that the next images decide: another domain has begun."""
-        self.images.fill_(PRIOR_IMAGES)
+        """Let what was usual count for EARLIER_IMAGES at most, so that the next images decide: a domain has begun."""
+        self.images.clamp_(max=EARLIER_IMAGES)
 
     def of_batch(self, logits: Tensor, ranks: Alone) -> Sequence[Tensor]:
         """Return LEARNED_SHARE of how far unusual classes of a batch move the mean of each layer (d_i,)."""
         mean, count = self._mean(logits, ranks)
-        _, rate = self._rate(count)
-        usual = self.usual.lerp(mean, rate)
-        return self._features_moved(LEARNED_SHARE * (mean - usual) * (count > 0))[:-1]
+        return self._features_moved(LEARNED_SHARE * (mean - self.usual) * (count > 0))[:-1]
 
     def of_stream(self, logits: Tensor, ranks: Alone, observe: bool) -> Tensor:
         """Return how far the classes of the last images, a batch included, move the mean of what the head reads (d,).
@@ -64,10 +64,9 @@ class ClassMix(nn.Module):
             observe: take the batch into the running means.
         """
         mean, count = self._mean(logits, ranks)
-        images, rate = self._rate(count)
-        usual = self.usual.lerp(mean, rate)
-        recent_rate = 1 - (1 - 1 / RECENT_IMAGES) ** count
-        recent = self.recent.lerp(mean, torch.maximum(recent_rate, rate))  # never slower than `usual`
+        images = (self.images + count).clamp(max=USUAL_IMAGES)
+        usual = self.usual.lerp(mean, (count / images).clamp(max=1))
+        recent = self.recent.lerp(mean, 1 - (1 - 1 / RECENT_IMAGES) ** count)
         if observe:
             self.recent.copy_(recent)
             self.usual.copy_(usual)
@@ -82,11 +81,6 @@ class ClassMix(nn.Module):
         """Return the change of each layer's features and of what the head reads, given that of the probabilities."""
         self.by_class = self.by_class.to(change)
         return self.by_class.features(change).split(self.widths)
-
-    def _rate(self, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Return for how many images `usual` counts after so many more, and their share in it."""
-        images = (self.images + count).clamp(max=USUAL_IMAGES)
-        return images, (count / images).clamp(max=1)
 
     def _mean(self, logits: Tensor, ranks: Alone) -> tuple[Tensor, Tensor]:
         """Return the mean probabilities of all ranks' images that are finite (C,), and their number."""
