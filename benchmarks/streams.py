@@ -5,7 +5,7 @@
 
 It is the experiment `mgtta bench streams`: kinds, batches, scores and records are the same, but the seeds only change
 the order of the images, since corruptions are drawn once. Other networks: resnet50 and efficientnet_lite0 (weights of
-benchmarks/weights.py), cifar10 (benchmarks/cifar.py prepare).
+benchmarks/weights.py), cifar10 (benchmarks/cifar.py).
 
 `choose` tries settings of each gradient method on three short streams of the validation images (continual, mixed,
 batches of one), and appends to OUT/choices.jsonl: on DeiT-Tiny three learning rates, on other networks, whose rates are
