@@ -74,8 +74,6 @@ class Bench:
         settings: dict[str, Any] = {key: value for key, value in self.needs.items() if key in recipe(name).settings}
         if rate != "default":
             settings["lr"] = TUNED[name] * {"tuned": 1, "10 x": 10}[rate]
-        if name == "mgtta_plus" and self.model.name == "glyphs_vit":
-            settings["mirror"] = False
         return mgtta.create(name, self.model, guard=guard, precision="fp32", **settings)
 
     def run(self, cell: Cell, alone: bool, settings: Settings, plain: float | None = None) -> dict[str, Any]:

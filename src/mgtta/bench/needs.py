@@ -35,7 +35,7 @@ def needs_clean_images(method: str, source_is_known: bool) -> bool:
 
 
 def takes_mirror(method: str) -> bool:
-    """Return whether the method can be told that mirrored images keep their class."""
+    """Return whether the method can look at mirror images, too."""
     return "mirror" in recipe(method).settings
 
 

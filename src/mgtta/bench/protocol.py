@@ -21,6 +21,7 @@ from mgtta.bench.needs import (
 from mgtta.data.corruptions import frost_source
 from mgtta.data.embedded import images_for
 from mgtta.evaluation.record import Record
+from mgtta.methods._mirror import mirrors
 
 if TYPE_CHECKING:
     from mgtta.bench.resources import Lab
@@ -102,7 +103,7 @@ def _described_method(lab: "Lab", cell: Cell) -> dict[str, Any]:
     if needs_source(cell.method):
         found["source images"] = lab.source.images
     if takes_mirror(cell.method):
-        found["mirror"] = lab.mirrors
+        found["mirror"] = mirrors(dict(cell.settings).get("mirror", "auto"), lab.source)
     return found
 
 

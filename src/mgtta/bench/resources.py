@@ -20,7 +20,6 @@ from mgtta.bench.needs import (
     default_generator,
     needs_fisher,
     needs_source,
-    takes_mirror,
 )
 from mgtta.bench.protocol import described, device_name, training_of
 from mgtta.bench.provenance import check_apart, seen
@@ -154,11 +153,6 @@ class Lab:
     def _sizes(self) -> dict[str, Any]:
         side, crop = self.model().input_size
         return {"size": side, "crop_pct": crop}
-
-    @property
-    def mirrors(self) -> bool:
-        """True unless the images are embedded: a mirrored character is another one."""
-        return self.setup.data is not None
 
     @property
     def _clean(self) -> Any:
@@ -303,8 +297,6 @@ class Lab:
             settings["source"] = self.source
         if needs_fisher(cell.method):
             settings["fisher"] = self.fisher
-        if takes_mirror(cell.method):
-            settings.setdefault("mirror", self.mirrors)
         training = training_of(cell, self.setup)
         if training is not None:
             settings["generator"] = self.trained(training)
