@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import mgtta
 from mgtta._lib.profile import PARTS
+from mgtta.adaptation.wrapper import innermost
 from mgtta.bench import protocol, sweep
 from mgtta.bench import resources as lab
 from mgtta.bench import run as bench
@@ -83,6 +84,20 @@ def test_records_hold_figures_and_protocol(tmp_path):
     adapting = [r["adapt_seconds"] for r in records]
     assert adapting[0] < adapting[1]
     assert adapting[0] < records[0]["predict_seconds"]
+
+
+@pytest.mark.parametrize(("model", "mirror"), [("glyphs_vit", False), ("patterns_vit", True)])
+def test_source_statistics_decide_about_mirror_images_as_they_do_for_create(model, mirror, tmp_path):
+    """A mirrored character is another one; a mirrored pattern is not."""
+    setup = Setup(model, images=4)
+    [record] = run_cells([Cell("corruptions", "mgtta_plus", ("fog",))], setup, Store(tmp_path))
+    assert record["protocol"]["mirror"] is mirror
+    source = mgtta.load_source(model)
+    assert innermost(mgtta.create("mgtta+", mgtta.load_model(model), source=source)).mirror is mirror
+    [asked] = run_cells(
+        [Cell("corruptions", "mgtta_plus", ("fog",), settings=(("mirror", True),))], setup, Store(tmp_path)
+    )
+    assert asked["protocol"]["mirror"] is True
 
 
 def test_records_say_their_precision_and_where_the_time_went(tmp_path):
