@@ -249,8 +249,9 @@ def run(args: argparse.Namespace) -> None:
         with open(store, "a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
         print(method, kind, seed, f"{statistics.fmean(record['top1'] for record in records):.2f}", flush=True)
+    pairs = read_lines(args.out / "choices.jsonl")
     with atomic(args.out / f"{name}.md") as temporary:
-        temporary.write_text(page(read_lines(store), args.network, name, args.images))
+        temporary.write_text(page(read_lines(store), args.network, name, args.images, pairs))
 
 
 def jobs(args: argparse.Namespace) -> list[Job]:
@@ -275,11 +276,24 @@ percent; in parentheses the expected calibration error. With the standard deviat
 where a stream was not run. Of rounds and of the long stream: the last, and in brackets the first and the lowest; the
 calibration error is over all. mgtta+
 has its default settings. Every other gradient method has gather=16, recall=16, and {tries}, by the mean of
-three short validation streams (continual, mixed, batches of one). The remaining methods are as their recipes are."""
+three short validation streams (continual, mixed, batches of one). The remaining methods are as their recipes are. ROID
+and CMF multiply logits by their prior, so that probabilities are nearly equal: their calibration error says only
+that."""
 
 
-def page(records: Records, network: str = "deit_tiny", name: str = "streams", first: int | None = None) -> str:
-    """Return the table of top-1 by method and kind, the best continual stream first."""
+def page(
+    records: Records,
+    network: str = "deit_tiny",
+    name: str = "streams",
+    first: int | None = None,
+    tried: Records | None = None,
+) -> str:
+    """Return the table of top-1 by method and kind, the best continual stream first.
+
+    Args:
+        first: so many images under each corruption, if not all.
+        tried: the lines of choices.jsonl.
+    """
     figures: dict[tuple[str, str], dict[int, Records]] = {}  # method and kind -> seed -> records
     for record in records:
         figures.setdefault((record["method"], record["kind"]), {}).setdefault(record["seed"], []).append(record)
@@ -295,11 +309,25 @@ def page(records: Records, network: str = "deit_tiny", name: str = "streams", fi
     command = f"python benchmarks/streams.py run --network {network} --data DATA --checkpoint WEIGHTS --out results"
     if first is not None:
         command += f" --images {first}"
-    tries = f"the best of {'six' if network == 'deit_tiny' else 'eight'} pairs of learning rate and pull"
+    tries = f"the best of its pairs of learning rate and pull ({_numbers_of_pairs(tried or [], methods)})"
     protocol = PROTOCOL.format(words=about.words, images=images, batch=about.batch, tries=tries)
     words = textwrap.fill(" ".join(protocol.split()), LINE_WIDTH)
     shown = table(["method", *kinds], rows, right=True)
     return f"# One setting for every stream\n\n`{command}`\n\n{words}\n\n{shown}\n"
+
+
+def _numbers_of_pairs(tried: Records, methods: list[str]) -> str:
+    """Return with how many pairs each of the methods was tried, in words."""
+    pairs: dict[str, set[tuple[float, float]]] = {}
+    for line in tried:
+        pairs.setdefault(line["method"], set()).add((line["lr"], line["pull"]))
+    alike: dict[int, list[str]] = {}
+    for method in methods:
+        if method in pairs:
+            alike.setdefault(len(pairs[method]), []).append(spelled(method))
+    if len(alike) == 1:
+        return f"of {next(iter(alike))}"
+    return "; ".join(f"of {count}: {', '.join(alike[count])}" for count in sorted(alike, reverse=True))
 
 
 def _top1(figures: dict[Any, Any], method: str, kind: str) -> float:

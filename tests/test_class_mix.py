@@ -124,13 +124,21 @@ def test_a_domain_that_begins_early_does_not_make_the_prior_stronger():
     assert mix.images == PRIOR_IMAGES + 4
 
 
-def test_the_first_images_are_not_unusual():
-    """One by one: as long as the stream is short, what it shows is hardly more recent than usual."""
+def test_first_images_are_judged_beside_the_source():
+    """One by one they are hardly more recent than usual; a first batch counts as unusual classes by its share."""
     mix = mix_of()
     for t in range(20):
         logits = torch.tensor([[3.0, 0.0, 0.0]]) + torch.randn(1, 3, generator=torch.Generator().manual_seed(t))
         assert mix.of_stream(logits, ALONE, observe=True).abs().max() < 0.03
     assert mix.recent[0] > 0.45  # a third at first
+    mix = mix_of()
+    first = torch.tensor([[9.0, 0.0, 0.0]]).expand(RECENT_IMAGES, 3)
+    change = first.softmax(1)[0] - 1 / 3
+    torch.testing.assert_close(mix.of_batch(first, ALONE)[0], LEARNED_SHARE * change, atol=1e-5, rtol=1e-4)
+    usual = RECENT_IMAGES / (PRIOR_IMAGES + RECENT_IMAGES)
+    recent = 1 - (1 - 1 / RECENT_IMAGES) ** RECENT_IMAGES
+    moved = mix.of_stream(first, ALONE, observe=True)
+    torch.testing.assert_close(moved, (recent - usual) * change, atol=1e-5, rtol=1e-4)
 
 
 def test_broken_images_do_not_count():

@@ -18,6 +18,7 @@ from mgtta.data.datasets import synsets
 from mgtta.data.embedded import EMBEDDED
 from mgtta.data.glyphs import CLASSES as CHARACTERS
 from mgtta.data.glyphs import Glyphs
+from mgtta.data.patterns import Patterns
 
 ARCHITECTURE = "vit_tiny_patch16_224"
 
@@ -106,6 +107,27 @@ def test_adapt_shows_class_names_and_accuracy_if_the_folders_are_the_classes(run
     right = [row["class"] == row["image"].split("/")[0] for row in rows]
     assert sum(right) > 145
     assert f"{100 * sum(right) / 150:.1f} % right" in out
+
+
+def test_adapt_knows_the_classes_of_a_shipped_model_and_says_that_a_tree_comes_class_by_class(run, tmp_path):
+    """The model's first class is stripes, the first folder bricks."""
+    patterns = Patterns(24)
+    for i in range(24):
+        image, label = patterns[i]
+        path = tmp_path / "images" / patterns.classes[label] / f"{i:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
+    out = tmp_path / "p.csv"
+    command = ["adapt", tmp_path / "images", *options(model="patterns_vit", method="noadapt", device="cpu", out=out)]
+    code, _, err = run(*command)
+    assert code == 0, err
+    assert "class by class" in err
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert {patterns.classes[int(row["label"])] == row["image"].split("/")[0] for row in rows} == {True}
+    assert sum(row["class"] == row["image"].split("/")[0] for row in rows) > 20
+    code, _, err = run(*command, "--shuffle", 0)
+    assert code == 0, err
+    assert "class by class" not in err
 
 
 def test_adapt_a_timm_model_from_a_checkpoint_and_a_tar(run, folder, tmp_path):

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from mgtta.cli.errors import plain_warnings
-from mgtta.cli.inputs import check_source, model_and_data, process_group, source_of
+from mgtta.cli.inputs import check_source, model_and_data, note_order, process_group, source_of
 from mgtta.cli.options import (
     Checkpoint,
     Classes,
@@ -115,6 +115,7 @@ def adapt(
     classifier, dataset = model_and_data(
         model, checkpoint, num_classes, data, size, skip_unreadable, device, part, classes, restrict
     )
+    note_order(dataset, shuffle)
     if SOURCE in needs:
         chosen["source"] = source_of(classifier, source, clean, size)
     how: dict[str, Any] = {"precision": precision, "low_memory": low_memory, "schedule": schedule}

@@ -73,9 +73,30 @@ def open_images(
 
     side, crop_pct = classifier.input_size
     options: dict[str, Any] = {"size": size or side, "crop_pct": crop_pct, "part": part, "restrict": restrict}
-    if classes is not None:
-        options["classes"] = read_classes(classes)
+    options["classes"] = _shipped_classes(classifier.name, data) if classes is None else read_classes(classes)
     return open_dataset(data, on_error="skip" if skip else "raise", **options)
+
+
+def _shipped_classes(model: str, data: str) -> tuple[str, ...] | None:
+    """Return the classes of a model that comes with the package, if the class folders have their names."""
+    from mgtta.data.embedded import EMBEDDED
+
+    if model not in EMBEDDED or not Path(data).is_dir():
+        return None
+    names = tuple(EMBEDDED[model].classes)
+    folders = {entry.name for entry in Path(data).iterdir() if entry.is_dir()}
+    return names if folders <= set(names) else None
+
+
+def note_order(images: Any, shuffle: int | None) -> None:
+    """Say so if images come class by class."""
+    labels = getattr(images, "labels", None)
+    if shuffle is not None or labels is None:
+        return
+    changes = int((labels[1:] != labels[:-1]).sum())
+    classes = len(set(labels.tolist()))
+    if 0 < changes == classes - 1 < len(labels) - 1:
+        typer.echo("images come class by class, which is hard to adapt on: --shuffle 0 mixes them", err=True)
 
 
 def labelled_images(images: Any, classifier: Any, most: int = 128) -> tuple[Any, Any]:

@@ -2,13 +2,13 @@
 
 A stream may bring one class after another. Then the mean of the features moves because the classes do, and whoever
 takes that for a shift of the domain takes away what tells the classes apart. A shift of the domain changes predictions,
-too, but for as long as it lasts. So only what differs from the usual predictions of a domain counts as classes.
+too, but for as long as it lasts. So only what differs from the usual predictions counts as classes.
 
 Notation    p (n, C) predicted probabilities of a batch
             recent (C,) their mean over about the last RECENT_IMAGES images
             usual (C,) their mean over all images so far, about the last USUAL_IMAGES at most. Before them, the source's
-            mean on clean images counts for PRIOR_IMAGES. When another domain begins, what came before it counts for
-            EARLIER_IMAGES at most
+            mean on clean images counts for PRIOR_IMAGES. When another domain begins, all that came before it counts for
+            EARLIER_IMAGES at most, so that `usual` soon is that of the domain
 """
 
 from collections.abc import Sequence

@@ -39,7 +39,7 @@ OPTIONS = {"pull": 0.05, "gather": 16, "recall": 16}  # one setting for all kind
     descent=Descent(5e-3, "mgg", fixed=True),
     rate_at=constant_rate,
     options=OPTIONS,
-    revision=4,
+    revision=5,
     passes=(2, 2),
 )
 class MGTTAPlus(MGTTA):

@@ -11,7 +11,7 @@ register(
     what="MGTTA+ moved by Adam instead of the learned optimizer (ours).",
     rate_at=constant_rate,
     options=OPTIONS,
-    revision=4,
+    revision=5,
     passes=(2, 2),
 )(MGTTAPlus)
 register(
@@ -21,6 +21,6 @@ register(
     what="MGTTA+ moved by plain SGD instead of the learned optimizer (ours).",
     rate_at=constant_rate,
     options=OPTIONS,
-    revision=4,
+    revision=5,
     passes=(2, 2),
 )(MGTTAPlus)

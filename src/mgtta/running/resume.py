@@ -75,7 +75,8 @@ class Totals:
 
     def __str__(self) -> str:
         accuracy = f", {100 * self.right / self.labelled:.1f} % right" if self.labelled else ""
-        return f"{self.images} images{accuracy}; {self.updates} updates, {self.skipped} skipped"
+        updates = "1 update" if self.updates == 1 else f"{self.updates} updates"
+        return f"{self.images} images{accuracy}; {updates}, {self.skipped} skipped"
 
 
 class Run:
