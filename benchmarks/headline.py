@@ -307,7 +307,8 @@ def speed() -> str:
 def cost() -> str:
     """Return what a step of each learned method costs, as a multiple of predicting, on a GPU and on a CPU."""
     steps = json.loads((ROOT / "results" / "speed.json").read_text())
-    gpu = [part for key, part in steps.items() if key.startswith(("step vit_base", "plus vit_base")) and part["gpu"]]
+    gpu = [part for start in ("step vit_base", "plus vit_base") for key, part in steps.items() if key.startswith(start)]
+    gpu = [part for part in gpu if part["gpu"]]
     cpu = [part for key, part in steps.items() if key.startswith("step deit_tiny") and not part["gpu"]]
     where = gpu[0]["where"].removeprefix("NVIDIA ")
     words = [
@@ -319,14 +320,15 @@ def cost() -> str:
 
 
 def _costs(parts: Sequence[dict[str, Any]], precision: str) -> str:
-    """Return the cost of each learned method that was measured, beside NoAdapt's of the same part."""
+    """Return the cost of each learned method beside NoAdapt's, both of the first part that measured it."""
     found = {}
     for part in parts:
         rows = {row["name"]: row.get("seconds") for row in part["rows"] if row["precision"] == precision}
         for name, method in {"MGTTA": "mgtta", "MGTTA+": "mgtta+"}.items():
             if rows.get(name) and rows.get("NoAdapt"):
                 images = part["batch"] / rows[name]
-                found[method] = f"{rows[name] / rows['NoAdapt']:.1f} for `{method}` ({images:,.0f} images/s)"
+                times = rows[name] / rows["NoAdapt"]
+                found.setdefault(method, f"{times:.1f} for `{method}` ({images:,.0f} images/s)")
     return ", ".join(found.values())
 
 

@@ -152,7 +152,8 @@ def protocol(found: Found) -> str:
         network = networks[title]
         batch = 1 if "single" in title else network.batch
         words = f"{network.words}, batches of {batch}"
-        lines.append(f"- {title}: {words}, {images} images per domain, seeds: {_span(seeds)}")
+        each = "in one stream" if "mixed" in title else "of each domain"
+        lines.append(f"- {title}: {words}, {images} images {each}, orders of a method: {_span(seeds)}")
     return "\n".join(lines)
 
 
