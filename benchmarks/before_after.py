@@ -60,8 +60,9 @@ def chosen(examples: Sequence[Example]) -> list[Example]:
 def tile(example: Example, x: float, y: float) -> list[str]:
     """Return an image with its corruption above, and the two predictions below."""
     marks = {True: ("gain", "✓"), False: ("loss", "✗")}
+    title = example.domain.replace("_compression", "").replace("_", " ")  # the whole one is wider than the image
     parts = [
-        _text(x, y - 6, example.domain.replace("_", " ") + (", a loss" if example.outcome == "spoiled" else "")),
+        _text(x, y - 6, title + (", a loss" if example.outcome == "spoiled" else "")),
         f'<image x="{x}" y="{y}" width="{TILE}" height="{TILE}" href="{example.corrupted}"/>',
     ]
     for line, prediction in enumerate((example.before, example.after)):
