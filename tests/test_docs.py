@@ -213,6 +213,23 @@ def test_the_tables_of_scale_are_the_measurement(monkeypatch):
     assert scale.projection(result) in (ROOT / "docs" / "scale.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("network", "folder", "first"),
+    [("deit_tiny", ".", None), ("resnet50", "resnet50", 1000), ("cifar10", "cifar10", 1000)],
+)
+def test_the_pages_of_streams_are_their_records(network, folder, first, monkeypatch):
+    """And they say with how many pairs of settings each method was tried."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import streams
+    from pages import read_lines
+
+    own = ROOT / "results" / folder
+    tried = read_lines(own / "choices.jsonl")
+    page = (own / "streams.md").read_text()
+    assert streams.page(read_lines(own / "streams.jsonl"), network, "streams", first, tried) == page
+    assert ("(of 6)" if network == "deit_tiny" else "of 8: roid") in page
+
+
 def test_the_tables_of_the_service_are_the_measurement(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     serve = runpy.run_path(str(ROOT / "benchmarks" / "serve.py"))

@@ -76,6 +76,6 @@ def test_the_page_is_written(others, folder, tmp_path, monkeypatch, capsys):
     others.main()
     page = (tmp_path / "others.md").read_text()
     assert page.startswith("# Other networks")
-    assert "- ResNet-50, never reset: ResNet-50, batches of 64, 10 images per domain, seeds: 1 to 2" in page
-    assert "- ResNet-50, single images: ResNet-50, batches of 1, 10 images per domain, seeds: 1" in page
+    assert "never reset: ResNet-50, batches of 64, 10 images of each domain, orders of a method: 1 to 2" in page
+    assert "single images: ResNet-50, batches of 1, 10 images of each domain, orders of a method: 1" in page
     assert "noadapt" in capsys.readouterr().out
