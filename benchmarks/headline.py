@@ -307,8 +307,8 @@ def speed() -> str:
 def cost() -> str:
     """Return what a step of each learned method costs, as a multiple of predicting, on a GPU and on a CPU."""
     steps = json.loads((ROOT / "results" / "speed.json").read_text())
-    gpu = [part for start in ("step vit_base", "plus vit_base") for key, part in steps.items() if key.startswith(start)]
-    gpu = [part for part in gpu if part["gpu"]]
+    on_gpu = {key: part for key, part in steps.items() if part["gpu"]}
+    gpu = [part for first in ("step", "plus") for key, part in on_gpu.items() if key.startswith(f"{first} vit_base")]
     cpu = [part for key, part in steps.items() if key.startswith("step deit_tiny") and not part["gpu"]]
     where = gpu[0]["where"].removeprefix("NVIDIA ")
     words = [

@@ -281,17 +281,12 @@ and CMF multiply logits by their prior, so that probabilities are nearly equal: 
 that."""
 
 
-def page(
-    records: Records,
-    network: str = "deit_tiny",
-    name: str = "streams",
-    first: int | None = None,
-    tried: Records | None = None,
-) -> str:
+def page(records: Records, network: str, name: str, first: int | None, tried: Records) -> str:
     """Return the table of top-1 by method and kind, the best continual stream first.
 
     Args:
-        first: so many images under each corruption, if not all.
+        name: of the file.
+        first: so many images under each corruption; None: all.
         tried: the lines of choices.jsonl.
     """
     figures: dict[tuple[str, str], dict[int, Records]] = {}  # method and kind -> seed -> records
@@ -309,7 +304,7 @@ def page(
     command = f"python benchmarks/streams.py run --network {network} --data DATA --checkpoint WEIGHTS --out results"
     if first is not None:
         command += f" --images {first}"
-    tries = f"the best of its pairs of learning rate and pull ({_numbers_of_pairs(tried or [], methods)})"
+    tries = f"the best of its pairs of learning rate and pull ({_numbers_of_pairs(tried, methods)})"
     protocol = PROTOCOL.format(words=about.words, images=images, batch=about.batch, tries=tries)
     words = textwrap.fill(" ".join(protocol.split()), LINE_WIDTH)
     shown = table(["method", *kinds], rows, right=True)

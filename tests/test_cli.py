@@ -46,13 +46,13 @@ def options(**named):
 @pytest.fixture
 def folder(tmp_path):
     """Glyph images in two folders, which are not the embedded model's 30 classes."""
-    return write_glyphs(tmp_path / "images", lambda i, label: f"class{i % 2}")
+    return write_images(tmp_path / "images", lambda i, label: f"class{i % 2}")
 
 
-def write_glyphs(root, place, n=12):
-    glyphs = Glyphs(n)
+def write_images(root, place, n=12, kind=Glyphs):
+    images = kind(n)
     for i in range(n):
-        image, label = glyphs[i]
+        image, label = images[i]
         path = root / place(i, label) / f"{i:02}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
@@ -98,7 +98,7 @@ def test_adapt_writes_csv_and_state_and_starts_from_the_state(run, folder, tmp_p
 
 
 def test_adapt_shows_class_names_and_accuracy_if_the_folders_are_the_classes(run, tmp_path):
-    root = write_glyphs(tmp_path / "images", lambda i, label: CHARACTERS[label], n=150)
+    root = write_images(tmp_path / "images", lambda i, label: CHARACTERS[label], n=150)
     assert len(list(root.iterdir())) == 30
     words = options(model="glyphs_vit", method="noadapt", out=tmp_path / "p.jsonl", device="cpu")
     code, out, err = run("adapt", root, *words)
@@ -111,19 +111,14 @@ def test_adapt_shows_class_names_and_accuracy_if_the_folders_are_the_classes(run
 
 def test_adapt_knows_the_classes_of_a_shipped_model_and_says_that_a_tree_comes_class_by_class(run, tmp_path):
     """The model's first class is stripes, the first folder bricks."""
-    patterns = Patterns(24)
-    for i in range(24):
-        image, label = patterns[i]
-        path = tmp_path / "images" / patterns.classes[label] / f"{i:02}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(image.permute(1, 2, 0).numpy()).save(path)
+    root = write_images(tmp_path / "images", lambda i, label: Patterns.classes[label], n=24, kind=Patterns)
     out = tmp_path / "p.csv"
-    command = ["adapt", tmp_path / "images", *options(model="patterns_vit", method="noadapt", device="cpu", out=out)]
+    command = ["adapt", root, *options(model="patterns_vit", method="noadapt", device="cpu", out=out)]
     code, _, err = run(*command)
     assert code == 0, err
     assert "class by class" in err
     rows = list(csv.DictReader(out.read_text().splitlines()))
-    assert {patterns.classes[int(row["label"])] == row["image"].split("/")[0] for row in rows} == {True}
+    assert {Patterns.classes[int(row["label"])] == row["image"].split("/")[0] for row in rows} == {True}
     assert sum(row["class"] == row["image"].split("/")[0] for row in rows) > 20
     code, _, err = run(*command, "--shuffle", 0)
     assert code == 0, err
@@ -389,7 +384,7 @@ def test_adapt_with_eata_without_fisher_information_is_refused_and_eta_is_not(ru
 
 
 def test_adapt_scores_only_the_classes_of_synset_folders_and_says_so(run, tmp_path):
-    root = write_glyphs(tmp_path / "images", lambda i, label: ("n01440764", "n01443537")[i % 2])
+    root = write_images(tmp_path / "images", lambda i, label: ("n01440764", "n01443537")[i % 2])
     save_file(mgtta.load_model(ARCHITECTURE, pretrained=False).net.state_dict(), tmp_path / "w.safetensors")
     model = options(model=ARCHITECTURE, checkpoint=tmp_path / "w.safetensors", device="cpu")
     command = ["adapt", root, *model, *options(method="noadapt", out=tmp_path / "p.csv"), "--compare"]
@@ -408,7 +403,7 @@ def test_adapt_scores_only_the_classes_of_synset_folders_and_says_so(run, tmp_pa
 
 
 def test_adapt_takes_a_file_that_says_which_folder_is_which_class(run, tmp_path):
-    root = write_glyphs(tmp_path / "images", lambda i, label: ("zebra", "ape")[i % 2])
+    root = write_images(tmp_path / "images", lambda i, label: ("zebra", "ape")[i % 2])
     last = len(CHARACTERS) - 1
     numbers = [str(i) for i in range(1, last)]
     (tmp_path / "classes.txt").write_text("\n".join(["zebra", *numbers, "ape"]))
@@ -421,7 +416,7 @@ def test_adapt_takes_a_file_that_says_which_folder_is_which_class(run, tmp_path)
 
 
 def test_adapt_takes_images_by_name_or_shuffled(run, tmp_path):
-    root, orders = write_glyphs(tmp_path / "images", lambda i, label: "."), []
+    root, orders = write_images(tmp_path / "images", lambda i, label: "."), []
     for words in ([], ["--shuffle", 0], ["--shuffle", 0], ["--shuffle", 1]):
         out = tmp_path / "p.csv"
         code, _, err = run(

@@ -9,7 +9,7 @@ import torch
 from conftest import confident_vit, images
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from test_cli import ARCHITECTURE, options, run, write_glyphs  # noqa: F401
+from test_cli import ARCHITECTURE, options, run, write_images  # noqa: F401
 from test_methods import make, same
 from torch.utils.data import TensorDataset
 
@@ -129,7 +129,7 @@ def tent(**settings):
 @pytest.fixture
 def tree(tmp_path):
     """150 characters in the 30 folders of their classes."""
-    return write_glyphs(tmp_path / "images", lambda i, label: CLASSES[label], n=150)
+    return write_images(tmp_path / "images", lambda i, label: CLASSES[label], n=150)
 
 
 def test_adapt_stream_and_the_adapt_command_write_the_same_files(run, tree, tmp_path):  # noqa: F811
@@ -199,7 +199,7 @@ def test_adapt_stream_resumes_from_its_checkpoint_bit_for_bit(tree, tmp_path, mo
 
 
 def test_adapt_stream_warns_if_the_labels_are_not_the_models_classes(tmp_path):
-    root = write_glyphs(tmp_path / "images", lambda i, label: f"class{i % 2}")
+    root = write_images(tmp_path / "images", lambda i, label: f"class{i % 2}")
     with pytest.warns(UserWarning, match="2 class folders, but the model has 30 classes: the labels are not used"):
         result = mgtta.adapt_stream(tent(), root, tmp_path / "p.csv")
     assert result.totals.labelled == 0

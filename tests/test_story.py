@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from test_cli import folder, options, run, write_glyphs  # noqa: F401
+from test_cli import folder, options, run, write_images  # noqa: F401
 
 from mgtta.adaptation.monitor import Sample, Signals
 from mgtta.data.glyphs import CLASSES
@@ -65,7 +65,7 @@ def test_adapt_report_is_one_file_with_pictures_and_curves(adapt, tmp_path):
 
 
 def test_adapt_estimates_the_accuracy_from_clean_images(run, tmp_path):  # noqa: F811
-    root = write_glyphs(tmp_path / "images", lambda i, label: CLASSES[label], n=60)
+    root = write_images(tmp_path / "images", lambda i, label: CLASSES[label], n=60)
     words = options(model="glyphs_vit", method="noadapt", out=tmp_path / "p.csv", device="cpu", estimate=root)
     code, out, err = run("adapt", root, *words, "--images", 16)
     assert code == 0, err

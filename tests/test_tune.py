@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from conftest import images
-from test_cli import options, run, write_glyphs  # noqa: F401
+from test_cli import options, run, write_images  # noqa: F401
 
 import mgtta
 from mgtta.cli.inputs import labelled_images
@@ -113,7 +113,7 @@ def test_tune_names_what_is_missing(model):
 
 
 def test_the_tune_command_prints_the_choice(run, tmp_path):  # noqa: F811
-    root = write_glyphs(tmp_path / "images", lambda i, label: CLASSES[label], n=16)
+    root = write_images(tmp_path / "images", lambda i, label: CLASSES[label], n=16)
     words = options(model="glyphs_vit", clean=root, methods="tent", paces="1", images=8, batch_size=8, device="cpu")
     code, out, err = run("tune", root, *words, "--source", "glyphs_vit")
     assert code == 0, err

@@ -34,9 +34,9 @@ def needs_clean_images(method: str, source_is_known: bool) -> bool:
     return needs_fisher(method) or (needs_source(method) and not source_is_known)
 
 
-def takes_mirror(method: str) -> bool:
-    """Return whether the method can look at mirror images, too."""
-    return "mirror" in recipe(method).settings
+def default_mirror(method: str) -> bool | str | None:
+    """Return the recipe's own setting of mirror images; None if the method has none."""
+    return recipe(method).settings.get("mirror")
 
 
 def takes_trade_off(method: str) -> bool:

@@ -13,10 +13,10 @@ from mgtta._lib.timm import timm
 from mgtta.bench.cells import Cell, Setup, Training
 from mgtta.bench.needs import (
     default_generator,
+    default_mirror,
     is_moved_by_generator,
     needs_source,
     takes_generator,
-    takes_mirror,
 )
 from mgtta.data.corruptions import frost_source
 from mgtta.data.embedded import images_for
@@ -102,8 +102,9 @@ def _described_method(lab: "Lab", cell: Cell) -> dict[str, Any]:
             found["generator"] = str(training)
     if needs_source(cell.method):
         found["source images"] = lab.source.images
-    if takes_mirror(cell.method):
-        found["mirror"] = mirrors(dict(cell.settings).get("mirror", "auto"), lab.source)
+    mirror = dict(cell.settings).get("mirror", default_mirror(cell.method))
+    if mirror is not None:
+        found["mirror"] = mirrors(mirror, lab.source)
     return found
 
 

@@ -115,7 +115,8 @@ def adapt(
     classifier, dataset = model_and_data(
         model, checkpoint, num_classes, data, size, skip_unreadable, device, part, classes, restrict
     )
-    note_order(dataset, shuffle)
+    if ranks.first:
+        note_order(dataset, shuffle)
     if SOURCE in needs:
         chosen["source"] = source_of(classifier, source, clean, size)
     how: dict[str, Any] = {"precision": precision, "low_memory": low_memory, "schedule": schedule}

@@ -94,7 +94,7 @@ def note_order(images: Any, shuffle: int | None) -> None:
     if shuffle is not None or labels is None:
         return
     changes = int((labels[1:] != labels[:-1]).sum())
-    classes = len(set(labels.tolist()))
+    classes = len(labels.unique())
     if 0 < changes == classes - 1 < len(labels) - 1:
         typer.echo("images come class by class, which is hard to adapt on: --shuffle 0 mixes them", err=True)
 

@@ -1,4 +1,4 @@
-"""Which classes a stream shows just now more than usually, and what that does to the mean of the features.
+"""Which classes a stream shows just now more than usual, and what that does to the mean of the features.
 
 A stream may bring one class after another. Then the mean of the features moves because the classes do, and whoever
 takes that for a shift of the domain takes away what tells the classes apart. A shift of the domain changes predictions,

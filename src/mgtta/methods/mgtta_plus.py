@@ -6,7 +6,7 @@ source's. Since the head is linear, taking the shift back before it is the same 
 the logits do not come from one layer, f is the logits themselves and W is the identity.
 Entropy may draw all images of one kind of shift into one class, the more the more of them are there already, and the
 objective does not show it. So no predicted class has more than its share in the entropy.
-Classes that a stream shows more than usually move the means, too (see _class_mix.py): that is not taken back.
+Classes that a stream shows more than usual move the means, too (see _class_mix.py): that is not taken back.
 """
 
 import math
@@ -51,7 +51,7 @@ class MGTTAPlus(MGTTA):
     mirror: True, False (then a step costs what MGTTA's does), or "auto": True if the source model predicts at least
     three of four clean images like their mirror images, which `source_statistics` measures.
     balance: no class that is predicted has more than its share in the entropy (losses.fair_share).
-    class_mix: what comes of classes that are more frequent than usually does not count as a shift, if the source
+    class_mix: what comes of classes that are more frequent than usual does not count as a shift, if the source
     statistics tell how features follow classes; older ones do not.
     decay: the learning rate of step t is lr / sqrt(1 + t / decay); by default it does not fall.
     """
