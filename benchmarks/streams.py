@@ -14,9 +14,9 @@ less known, four, each with two pulls. mgtta+ is not tried: it has its default.
 `run` takes the best pair of each method, by the mean of the three streams, with gather=16 and recall=16. Records are
 appended to OUT/streams.jsonl; what is there is not run again. OUT/streams.md is their table. With --streams validation
 they are of the validation images, and the files are named so. --alike sets how much alike images must be to count fully
-in mgtta+'s means; inf: all of them do. --without class_mix gives mgtta+ and its kin class_mix=False. The kind `long` is
-the mixed stream eight times over, in other orders; `classes` is the mixed stream sorted by class. The network `pacs`
-has validation streams only.
+in mgtta+'s means; inf: all of them do. --without class_mix (balance, calm, source_share) leaves that out of mgtta+ and
+its kin. The kind `long` is the mixed stream eight times over, in other orders; `classes` is the mixed stream sorted by
+class. The network `pacs` has validation streams only.
 """
 
 import argparse
@@ -59,6 +59,7 @@ RATES = (1 / 3, 1.0, 3.0)  # that are tried, relative to the recipe's own
 PULLS = (0.0, 0.05)
 OTHER_RATES = (*RATES, 10.0)  # the same for networks other than DeiT-Tiny
 OPTIONS = {"gather": 16, "recall": 16}
+WITHOUT = {"balance": False, "class_mix": False, "source_share": 0.0, "calm": math.inf}  # of mgtta+: what leaves it out
 GRADIENT = (
     "mgtta_plus,plus_adam,plus_sgd,mgtta,mgtta_lstm,eq7_adam,eq7_sgd,actmad,tent,eta,eata,rdumb,tent_come,eata_come,"
     "sar_come,sar,deyo,roid,cmf,shot,cotta,spa,spa_eta,spa_eata"
@@ -264,7 +265,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
         if recipe(method).descent is not None and method != "mgtta_plus" and method not in settings:
             print(f"{method} has no settings yet: run `choose`", flush=True)
             continue
-        less = {args.without: False} if args.without in recipe(method).settings else {}
+        less = {args.without: WITHOUT[args.without]} if args.without in recipe(method).settings else {}
         for seed in range(int(seeds or args.seeds)):
             own = [kind for kind in args.kinds.split(",") if kind != "rounds" or (method in few and not seed)]
             found += [(method, kind, seed, settings.get(method, {}) | less) for kind in own]
@@ -374,7 +375,7 @@ def main() -> None:
         if do is run:
             verb.add_argument("--streams", choices=["test", "validation"], default="test")
             verb.add_argument("--alike", type=float, default=_neighbours.ALIKE)
-            verb.add_argument("--without", choices=["balance", "class_mix"], help="of mgtta+ and its kin")
+            verb.add_argument("--without", choices=list(WITHOUT), help="of mgtta+ and its kin")
             verb.add_argument("--kinds", default=",".join(KINDS), help="of stream, the longest first; long is another")
             verb.add_argument("--rounds", default="mgtta_plus,plus_adam", help="methods that run ten rounds, one seed")
             verb.add_argument("--seeds", type=int, default=SEEDS)

@@ -752,6 +752,10 @@ def test_learning_rates_are_the_authors_by_kind_of_network(name, authors, on_res
         assert rate(create(name, nets()["resnet"], settings="mgtta")) == mgttas
 
 
+def test_a_vit_whose_stem_has_batchnorm_has_the_settings_for_vits():
+    assert rate(mgtta.create("tent", mgtta.load_model("glyphs_vit"))) == 1e-3
+
+
 def test_other_settings_of_both_sets():
     eata = [create("eata", vit(), settings=name) for name in ("authors", "mgtta")]
     assert [(m.margin, m.redundancy) for m in eata] == [(0.4, None), (0.5, 0.05)]

@@ -194,7 +194,7 @@ class Gathered(Wrapper):
         before = [(layer, layer.running_mean, layer.running_var) for _, layer in self._batch_norms()]
         handles = []
         for i, layer in self._batch_norms():
-            layer.running_mean, layer.running_var = blended(statistics, i, layer)
+            layer.running_mean, layer.running_var = blended(statistics, i, layer, self.model.source_share)
             handles.append(layer.register_forward_pre_hook(_use_running))
         by_modules = self.engine.by_modules
         self.engine.by_modules = True
@@ -220,12 +220,15 @@ class Gathered(Wrapper):
                     yield i, layer
 
 
-def blended(statistics: StreamStatistics, i: int, layer: nn.Module) -> tuple[Tensor, Tensor]:
+def blended(statistics: StreamStatistics, i: int, layer: nn.Module, source_share: float = 0.0) -> tuple[Tensor, Tensor]:
     """Return mean and variance (C,) of the stream for layer i, with the source's as if of PRIOR_IMAGES images.
 
     As in Schneider et al., "Improving robustness against common corruptions by covariate shift adaptation" (2020).
+
+    Args:
+        source_share: that the source's statistics have however many images there are; see models/blended.py.
     """
-    share = statistics.images[i] / (statistics.images[i] + PRIOR_IMAGES)
+    share = (1 - source_share) * statistics.images[i] / (statistics.images[i] + PRIOR_IMAGES)
     source_mean = layer.get_buffer("running_mean")
     source_var = layer.get_buffer("running_var")
     mean = statistics.get_buffer(f"mean_{i}").to(source_mean)

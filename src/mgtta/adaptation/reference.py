@@ -33,7 +33,7 @@ class Reference(nn.Module):
         self.unlearned: Classifier | None = None
         if adapting._uses_batch_statistics and batch_norms(adapting.net):
             shared = {id(p): p for p in source.parameters()}
-            self.unlearned = copy.deepcopy(source, shared).use_batch_statistics()
+            self.unlearned = copy.deepcopy(source, shared).use_batch_statistics(adapting.source_share)
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from mgtta._lib.timm import timm
 from mgtta.fast.kernels import has_norm_kernel, norm_backward, norm_forward
 from mgtta.fast.mlp import is_plain_mlp, mlp
+from mgtta.models.blended import blended_norm
 from mgtta.models.classifier import Classifier
 from mgtta.models.head import logits_of
 from mgtta.models.hooks import own_hook, set_forward
@@ -152,11 +153,20 @@ class Hooked:
 
     def _normalised(self, i: int, layer: Any, x: Tensor) -> Tensor:
         """Return what a BatchNorm layer does, and follow the statistics that it has computed anyway."""
-        if not self.collecting or not layer.training or not has_variance(x):
+        if not layer.training or not has_variance(x):
             return _BatchNorm.forward(layer, x)
+        share = self.model.source_share
+        if not self.collecting:
+            return blended_norm(x, layer, share).y if share else _BatchNorm.forward(layer, x)
         mean, var = self.room[i]
+        values = x.numel() // x.shape[1]
+        self.collected[i] = values
+        if share:
+            found = blended_norm(x, layer, share)
+            mean.copy_(found.mean)
+            var.copy_(found.var * (values / (values - 1)))
+            return found.y
         momentum = 1.0  # mean and var become those of the batch
-        self.collected[i] = x.numel() // x.shape[1]
         return F.batch_norm(x, mean, var, layer.weight, layer.bias, True, momentum, layer.eps)
 
     def begin(self) -> None:

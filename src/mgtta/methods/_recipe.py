@@ -1,8 +1,9 @@
 """What a recipe is: a method, its papers, what it needs, and its settings.
 
 A recipe's settings are the keyword arguments of what is registered, and those of its `Descent`. Their defaults are the
-set "authors": the settings of the method's own authors, for a ViT. A recipe may declare what differs for networks with
-BatchNorm or GroupNorm (`resnets`), and in the set "mgtta", the settings in which the MGTTA paper ran the method.
+set "authors": the settings of the method's own authors, for a ViT. A recipe may declare what differs for networks that
+normalise by BatchNorm or GroupNorm (`resnets`), and in the set "mgtta", the settings in which the MGTTA paper ran the
+method.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from mgtta.adaptation.method import Method
 from mgtta.adaptation.objective import ObjectiveMethod
 from mgtta.methods._declared import AUTHORS, GRADIENTS, MGTTA, SETS, Paper
 from mgtta.methods._descent import Descent, linear_rate
-from mgtta.models.norms import batch_norms
+from mgtta.models.norms import normalises_like_a_resnet
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Recipe:
         needs: what must be there besides the model and the images.
         descent: the optimizer and its learning rate; None for methods without gradients.
         code: whose settings the defaults are: the authors' public code.
-        resnets: what the authors change for networks with BatchNorm or GroupNorm.
+        resnets: what the authors change for networks that normalise by BatchNorm or GroupNorm.
         mgtta: what the MGTTA paper changes; None if it does not run the method.
         tries: setting that decides the method -> the values that a sweep tries.
         rate_at: the authors' learning rate for a batch, from the one at 64 images and the batch's images.
@@ -91,8 +92,7 @@ class Recipe:
         return (self.mgtta or {}) if self.chosen == MGTTA else {}
 
     def _of_the_network(self, net: nn.Module) -> Mapping[str, Any]:
-        grouped = any(isinstance(module, nn.GroupNorm) for module in net.modules())
-        if self.chosen == AUTHORS and (grouped or batch_norms(net)):
+        if self.chosen == AUTHORS and normalises_like_a_resnet(net):
             return self.resnets
         return {}
 

@@ -4,8 +4,7 @@ Notation    n images; f (n, d) what the head reads, which gives the logits h = W
 The mean m of f over the last images that look like one (see _neighbours.py) tells how far its features lie from the
 source's. Since the head is linear, taking the shift back before it is the same as adding W (mu - m) to the logits. If
 the logits do not come from one layer, f is the logits themselves and W is the identity.
-Entropy may draw all images of one kind of shift into one class, the more the more of them are there already, and the
-objective does not show it. So no predicted class has more than its share in the entropy.
+Entropy may draw all images of one kind of shift into one class. So no class has more than its share in it.
 Classes that a stream shows more than usual move the means, too (see _class_mix.py): that is not taken back.
 """
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from mgtta.adaptation.method import OptimizerFactory
 from mgtta.adaptation.step import Pass
 from mgtta.losses import fair_share
+from mgtta.methods._calm import Calming
 from mgtta.methods._class_mix import class_mix_for
 from mgtta.methods._descent import Descent, constant_rate
 from mgtta.methods._head import check_head, through_head
@@ -31,6 +31,7 @@ from mgtta.models.source import Source
 
 EARLY = 0.25  # of the depth: the layer by whose features images are compared
 OPTIONS = {"pull": 0.05, "gather": 16, "recall": 16}  # one setting for all kinds of stream
+RESNETS = {"lr": 1.5e-2}  # networks with BatchNorm or GroupNorm need larger steps: docs/research.md
 
 
 @register(
@@ -38,21 +39,22 @@ OPTIONS = {"pull": 0.05, "gather": 16, "recall": 16}  # one setting for all kind
     needs=[SOURCE, GENERATOR],
     descent=Descent(5e-3, "mgg", fixed=True),
     rate_at=constant_rate,
+    resnets=RESNETS,
     options=OPTIONS,
-    revision=5,
+    revision=6,
     passes=(2, 2),
 )
-class MGTTAPlus(MGTTA):
+class MGTTAPlus(Calming, MGTTA):
     """MGTTA+: MGTTA with mirrored twins and re-centred predictions; one setting for every stream (ours).
 
-    It sees every image twice, so a step costs about two of MGTTA's. docs/research.md says how its options were chosen.
+    With mirrored twins a step costs about two of MGTTA's. docs/research.md says how the settings were chosen.
 
     recentre: share of the features' shift from the source that is taken back before the head.
-    mirror: True, False (then a step costs what MGTTA's does), or "auto": True if the source model predicts at least
-    three of four clean images like their mirror images, which `source_statistics` measures.
-    balance: no class that is predicted has more than its share in the entropy (losses.fair_share).
-    class_mix: what comes of classes that are more frequent than usual does not count as a shift, if the source
-    statistics tell how features follow classes; older ones do not.
+    mirror: True, False, or "auto": True if the source model predicts 3 of 4 clean images like their mirror images.
+    balance: no class that is predicted has more than its share in the entropy.
+    class_mix: what comes of classes that are more frequent than usual does not count as a shift.
+    source_share: of the source's statistics among those that BatchNorm layers normalise by (models/blended.py).
+    calm: after so many updates in a domain, learning rate and pull begin to fall; inf: they do not (_calm.py).
     decay: the learning rate of step t is lr / sqrt(1 + t / decay); by default it does not fall.
     """
 
@@ -67,9 +69,12 @@ class MGTTAPlus(MGTTA):
         mirror: bool | str = "auto",
         balance: bool = True,
         class_mix: bool = True,
+        source_share: float = 0.2,
+        calm: float = 16.0,
         decay: float = math.inf,
     ):
         super().__init__(model, optimizer, source=source, trade_off=trade_off, decay=decay)
+        self.model.use_batch_statistics(source_share)
         self.recentre = recentre
         self.balance = balance
         self.mirror = mirrors(mirror, self.source)
@@ -79,9 +84,9 @@ class MGTTAPlus(MGTTA):
             self.model.read_head(self.source.head_layer)
         like = next(iter(self.adapted.values()))
         self._early = int(EARLY * len(self.source.mean))
-        centre = self.source.to(like).before_head.detach()
-        self.neighbours = Neighbours(centre, width=len(self.source.mean[self._early]))
+        self.neighbours = Neighbours(self.source.to(like).before_head.detach(), len(self.source.mean[self._early]))
         self.mix = class_mix_for(model, self.source, like) if class_mix else None
+        self.become_calm_after(calm)
 
     def views(self, x: Tensor) -> Tensor:
         """Return the images, and with `mirror` after them their mirror images: (2n, 3, H, W)."""
@@ -110,7 +115,8 @@ class MGTTAPlus(MGTTA):
         moved = 0.0 if self.mix is None else self.mix.of_stream(seen.logits, self.ranks, observe)
         if not self.recentre:
             return seen.logits
-        keys, values = self._looks(seen)
+        keys = self.merge(seen.features[self._early])  # how each image looks: (n, K), means over its views
+        values = self.merge(seen.features[-1])  # what the head reads of it: (n, d)
         known = self.neighbours.joined(keys, values, self.ranks)
         means = self.neighbours.means(keys, known, self._mu)
         if observe:
@@ -122,8 +128,8 @@ class MGTTAPlus(MGTTA):
         return self.recentre * through_head(self.model, self._mu - mean, every_class, self._layer)
 
     def domain_began(self) -> None:
+        super().domain_began()
         if self.mix is not None:
-            _ = self.updates  # a GPU may still be learning
             self.mix.restart()
 
     @property
@@ -141,7 +147,3 @@ class MGTTAPlus(MGTTA):
         shift = self._shift(self.neighbours.mean(self._mu) - moved, every_class=True)
         own = self.adapted
         return export_net(self.model, own, statistics=self.statistics, head_shift=shift, head_layer=self._layer)
-
-    def _looks(self, seen: Pass) -> tuple[Tensor, Tensor]:
-        """Return how each image looks, and what the head reads of it: (n, K) and (n, d), means over its views."""
-        return self.merge(seen.features[self._early]), self.merge(seen.features[-1])

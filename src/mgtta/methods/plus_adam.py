@@ -1,7 +1,7 @@
 """MGTTA+ without the learned optimizer: the same objective and options, moved by Adam or by SGD. Ours."""
 
 from mgtta.methods._descent import Descent, constant_rate
-from mgtta.methods.mgtta_plus import OPTIONS, MGTTAPlus
+from mgtta.methods.mgtta_plus import OPTIONS, RESNETS, MGTTAPlus
 from mgtta.methods.registry import SOURCE, register
 
 register(
@@ -10,8 +10,9 @@ register(
     descent=Descent(5e-3, "adam", fixed=True),
     what="MGTTA+ moved by Adam instead of the learned optimizer (ours).",
     rate_at=constant_rate,
+    resnets=RESNETS,
     options=OPTIONS,
-    revision=5,
+    revision=6,
     passes=(2, 2),
 )(MGTTAPlus)
 register(
@@ -21,6 +22,6 @@ register(
     what="MGTTA+ moved by plain SGD instead of the learned optimizer (ours).",
     rate_at=constant_rate,
     options=OPTIONS,
-    revision=5,
+    revision=6,
     passes=(2, 2),
 )(MGTTAPlus)

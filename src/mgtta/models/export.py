@@ -42,7 +42,7 @@ def export_net(
     net.float()
     _load(net, adapted or {})
     if statistics is not None:
-        statistics.write_to(net)
+        statistics.write_to(net, model.source_share)
     if head_shift is not None:
         head = linear_head(net, model.name) if head_layer is None else net.get_submodule(head_layer)
         _shift_logits(head, head_shift)

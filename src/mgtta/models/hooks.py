@@ -25,12 +25,17 @@ def set_forward(module: nn.Module, function: Callable[..., Any]) -> None:
     module.forward = own_hook(partial(function, module))
 
 
+def unset_forward(module: nn.Module) -> None:
+    """Undo `set_forward`."""
+    if getattr(vars(module).get("forward"), "is_mgtta_hook", False):
+        del module.forward
+
+
 def remove_own_hooks(net: nn.Module) -> None:
     """Remove the library's own hooks and forward functions from all modules; the user's stay."""
     _remove(net, lambda hook: getattr(hook, "is_mgtta_hook", False))
     for module in net.modules():
-        if getattr(vars(module).get("forward"), "is_mgtta_hook", False):
-            del module.forward
+        unset_forward(module)
 
 
 def remove_hook(net: nn.Module, function: Callable) -> None:

@@ -64,6 +64,16 @@ def norm_layers(model: nn.Module, norm_types: NormTypes = ()) -> dict[str, nn.Mo
     return layers
 
 
+def normalises_like_a_resnet(net: nn.Module) -> bool:
+    """Return whether most affine parameters of norm layers are of BatchNorm or GroupNorm; a ViT may have a few."""
+    balance = 0
+    for layer in net.modules():
+        if isinstance(layer, (*CHANNELS_FIRST, *CHANNELS_LAST)):
+            size = sum(p.numel() for p in layer.parameters(recurse=False))
+            balance += size if isinstance(layer, _BatchNorm | nn.GroupNorm) else -size
+    return balance > 0
+
+
 def norm_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the affine parameters of every normalisation layer, in module order."""
     found = {id(p): p for layer in norm_layers(model).values() for p in layer.parameters(recurse=False)}

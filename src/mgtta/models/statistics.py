@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mgtta.models.hooks import has_hook, own_hook, remove_hook
+from mgtta.models.blended import blended_forward, can_blend
+from mgtta.models.hooks import has_hook, own_hook, remove_hook, set_forward, unset_forward
 from mgtta.models.norms import batch_norms
 
 MOMENTUM = 0.1  # share of a batch of MOMENTUM_IMAGES in the stream's statistics
@@ -21,10 +22,17 @@ MOMENTUM_IMAGES = 64
 BatchMoments = tuple[Tensor, Tensor]  # mean and variance (C,)
 
 
-def use_batch_statistics(net: nn.Module) -> None:
-    """Let BatchNorm layers normalise by the current batch; their running statistics do not change."""
+def use_batch_statistics(net: nn.Module, source_share: float = 0.0) -> None:
+    """Let BatchNorm layers normalise by the current batch; their running statistics do not change.
+
+    Args:
+        source_share: of the running statistics among those that layers normalise by; see blended.py.
+    """
     for layer in batch_norms(net):
         layer.track_running_stats = False
+        unset_forward(layer)
+        if source_share and can_blend(layer):
+            set_forward(layer, partial(blended_forward, share=source_share))
         if not has_hook(layer, _batch_statistics_where_defined):
             layer.register_forward_pre_hook(_batch_statistics_where_defined)
 
@@ -34,6 +42,7 @@ def use_running_statistics(net: nn.Module) -> None:
     remove_hook(net, _batch_statistics_where_defined)
     for layer in batch_norms(net):
         layer.track_running_stats = layer.running_mean is not None
+        unset_forward(layer)
 
 
 @own_hook
@@ -155,12 +164,13 @@ class StreamStatistics(nn.Module):
         return self._made_places[key]
 
     @torch.no_grad()
-    def write_to(self, net: nn.Module) -> None:
-        """Put the statistics into the running statistics of the network's layers."""
+    def write_to(self, net: nn.Module, source_share: float = 0.0) -> None:
+        """Put the statistics into the running statistics of the network's layers, which keep the source's share."""
         for i, name in enumerate(self.layers):
             layer = net.get_submodule(name)
-            layer.get_buffer("running_mean").copy_(self.get_buffer(f"mean_{i}"))
-            layer.get_buffer("running_var").copy_(self.get_buffer(f"var_{i}"))
+            for own, ours in (("running_mean", f"mean_{i}"), ("running_var", f"var_{i}")):
+                running = layer.get_buffer(own)
+                running.copy_(torch.lerp(self.get_buffer(ours).to(running), running, source_share))
 
 
 def _followed(moments: BatchMoments, batch: BatchMoments, images: Tensor, n: int) -> BatchMoments:

@@ -1,0 +1,113 @@
+"""BatchNorm by a blend of the statistics of the batch and of the source.
+
+A batch of a few dozen images has poor statistics, and one that mixes kinds of shift has statistics that fit none of
+them. The source's are known well. A blend of both is better than either: Schneider et al., "Improving robustness
+against common corruptions by covariate shift adaptation" (NeurIPS 2020).
+
+Notation    x (N, C, ...); m, v (C,) its mean and biased variance; a the source's share; P values of a channel
+            M = (1 - a) m + a m_S;  V = (1 - a) v + a v_S;  r = 1 / sqrt(V + eps);  y = w r (x - M) + b
+            dx = w r (dy - (1 - a) / P (sum(dy) + r^2 (x - m) sum(dy (x - M))))
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mgtta._lib.timm import timm
+
+
+class Normalised(NamedTuple):
+    """What a layer gives, and mean and biased variance (C,) of what it was given."""
+
+    y: Tensor
+    mean: Tensor
+    var: Tensor
+
+
+def can_blend(layer: Any) -> bool:
+    """Return whether a BatchNorm layer is of a kind that can be blended: affine, with running statistics."""
+    if "forward" in vars(layer):  # the user's own
+        return False
+    known = type(layer).forward is _BatchNorm.forward or isinstance(layer, timm.layers.BatchNormAct2d)
+    return known and layer.affine and layer.running_mean is not None
+
+
+def blended_norm(x: Tensor, layer: _BatchNorm, share: float) -> Normalised:
+    """Return x, normalised by its own statistics and the layer's running ones, which have this share."""
+    args = (layer.weight, layer.bias, layer.running_mean, layer.running_var)
+    return Normalised(*_Blended.apply(x, *args, share, layer.eps))
+
+
+def blended_forward(layer: Any, x: Tensor, share: float) -> Tensor:
+    """Return what the layer gives in the place of its own `forward`: blended while it is in training mode."""
+    if not layer.training:
+        return type(layer).forward(layer, x)
+    y = blended_norm(x, layer, share).y
+    if isinstance(layer, timm.layers.BatchNormAct2d):
+        y = layer.act(layer.drop(y))
+    return y
+
+
+class _Blended(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean_s: Tensor, var_s: Tensor, share: float, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if x.is_cuda:
+            mean, scale = torch.batch_norm_stats(x, eps)
+            var = scale.square().reciprocal() - eps
+        else:
+            var, mean = torch.var_mean(_exact(x), _axes(x), correction=0)
+        blend = torch.lerp(mean, mean_s.to(mean), share)
+        scale = (torch.lerp(var, var_s.to(var), share) + eps).rsqrt()
+        if x.is_cuda:
+            y = torch.batch_norm_elemt(x, weight, bias, blend, scale, eps)
+        else:
+            y = ((_exact(x) - _wide(blend, x)) * _wide(weight * scale, x) + _wide(bias, x)).to(x.dtype)
+        ctx.save_for_backward(x, weight, mean, blend, scale)
+        ctx.share = share
+        ctx.mark_non_differentiable(mean, var)
+        return y, mean, var
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, weight, mean, blend, scale = ctx.saved_tensors
+        if x.is_cuda:
+            if x.is_contiguous(memory_format=torch.channels_last):
+                dy = dy.contiguous(memory_format=torch.channels_last)
+            else:
+                dy = dy.contiguous()
+            total, moved, dw, db = torch.batch_norm_backward_reduce(dy, x, blend, scale, weight, True, True, True)
+        else:
+            away = _exact(x) - _wide(blend, x)
+            total = _exact(dy).sum(_axes(x))
+            moved = (_exact(dy) * away).sum(_axes(x))
+            dw = moved * scale
+            db = total
+        values = x.numel() // x.shape[1]
+        keep = 1 - ctx.share
+        total = keep * (total + (blend - mean) * scale.square() * moved)
+        moved = keep * moved
+        if x.is_cuda:
+            count = torch.full((1,), values, dtype=torch.int32, device=x.device)
+            dx = torch.batch_norm_backward_elemt(dy, x, blend, scale, weight, total, moved, count)
+        else:
+            slope = _exact(dy) - _wide(total / values, x) - away * _wide(scale.square() * moved / values, x)
+            dx = (slope * _wide(weight * scale, x)).to(x.dtype)
+        return dx, dw, db, None, None, None, None
+
+
+def _exact(x: Tensor) -> Tensor:
+    """Return x in at least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _axes(x: Tensor) -> list[int]:
+    return [axis for axis in range(x.ndim) if axis != 1]
+
+
+def _wide(t: Tensor, x: Tensor) -> Tensor:
+    """Return values of channels (C,) so that they can be combined with x (N, C, ...)."""
+    return t.view(1, -1, *(1 for _ in x.shape[2:]))

@@ -1,0 +1,131 @@
+"""BatchNorm by a blend of batch and source statistics."""
+
+import copy
+
+import pytest
+import torch
+from conftest import convnet, images
+from torch import nn
+
+import mgtta
+from mgtta._lib.timm import timm
+from mgtta.adaptation.wrapper import innermost
+from mgtta.models.blended import blended_norm, can_blend
+from mgtta.models.statistics import use_batch_statistics, use_running_statistics
+
+
+def layer_of(channels: int = 3) -> nn.BatchNorm2d:
+    torch.manual_seed(0)
+    layer = nn.BatchNorm2d(channels).double()
+    for tensor in (layer.weight.data, layer.bias.data, layer.running_mean):
+        tensor.normal_()
+    layer.running_var.uniform_(0.5, 2.0)
+    return layer
+
+
+def by_hand(x: torch.Tensor, layer: nn.BatchNorm2d, share: float) -> torch.Tensor:
+    """The formula, left to autograd."""
+    var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+    mean = (1 - share) * mean + share * layer.running_mean
+    var = (1 - share) * var + share * layer.running_var
+    scale = layer.weight / (var + layer.eps).sqrt()
+    return (x - mean[:, None, None]) * scale[:, None, None] + layer.bias[:, None, None]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
+def test_blended_norm_and_its_gradients_are_those_of_the_formula(share):
+    layer = layer_of()
+    x = torch.randn(4, 3, 5, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn_like(x)
+    found = blended_norm(x, layer, share)
+    expected = by_hand(x, layer, share)
+    torch.testing.assert_close(found.y, expected)
+    wanted = (x, layer.weight, layer.bias)
+    torch.testing.assert_close(
+        torch.autograd.grad((found.y * weight).sum(), wanted), torch.autograd.grad((expected * weight).sum(), wanted)
+    )
+    torch.testing.assert_close(found.mean, x.detach().mean((0, 2, 3)))
+    torch.testing.assert_close(found.var, x.detach().var((0, 2, 3), correction=0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blended_norm_on_a_gpu_is_that_on_a_cpu(memory_format, dtype):
+    layer = layer_of(8).float()
+    x = torch.randn(16, 8, 7, 7).to(dtype).requires_grad_()
+    weight = torch.randn(16, 8, 7, 7).to(dtype)
+    y = blended_norm(x, layer, 0.2).y
+    expected = [y.detach(), *torch.autograd.grad((y * weight).sum(), (x, layer.weight, layer.bias))]
+    layer = layer.cuda()
+    own = x.detach().cuda().to(memory_format=memory_format).requires_grad_()
+    y = blended_norm(own, layer, 0.2).y
+    found = [y.detach(), *torch.autograd.grad((y * weight.cuda()).sum(), (own, layer.weight, layer.bias))]
+    tolerance = 1e-4 if dtype == torch.float32 else 4e-2
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.cpu(), b, atol=tolerance, rtol=tolerance)
+
+
+def test_share_0_is_the_batch_and_share_1_the_source():
+    net = convnet("batch").eval()
+    x = images(8)
+    by_source = net(x)
+    use_batch_statistics(net)
+    for layer in net.modules():
+        layer.training = isinstance(layer, nn.BatchNorm2d)
+    by_batch = net(x)
+    assert not torch.allclose(by_source, by_batch)
+    use_batch_statistics(net, 1.0)
+    torch.testing.assert_close(net(x), by_source)
+    use_batch_statistics(net, 0.0)
+    torch.testing.assert_close(net(x), by_batch)
+    use_batch_statistics(net, 0.3)
+    twin = copy.deepcopy(net)
+    torch.testing.assert_close(twin(x), net(x))
+    use_running_statistics(net.eval())
+    assert torch.equal(net(x), by_source)
+    assert not any("forward" in vars(module) for module in net.modules())
+
+
+def test_layers_of_timm_keep_their_activation():
+    layer = timm.layers.BatchNormAct2d(3)
+    plain = nn.BatchNorm2d(3)
+    net = nn.Sequential(layer, nn.Flatten())
+    use_batch_statistics(net, 0.25)
+    x = torch.randn(4, 3, 5, 5)
+    torch.testing.assert_close(layer(x), blended_norm(x, plain, 0.25).y.relu())
+
+
+def test_a_forward_of_the_users_own_is_left_alone():
+    layer = nn.BatchNorm2d(3)
+    layer.forward = lambda x: x
+    assert not can_blend(layer)
+    assert not can_blend(nn.BatchNorm2d(3, affine=False))
+    assert not can_blend(nn.BatchNorm2d(3, track_running_stats=False))
+    assert can_blend(nn.BatchNorm2d(3))
+
+
+def plus(**settings):
+    model = mgtta.load_model(convnet("batch"))
+    source = mgtta.source_statistics(model, images(32, seed=9))
+    return model, mgtta.create("mgtta+", model, source=source, recall=0, **settings)
+
+
+def test_mgtta_plus_blends_in_batches_single_images_guard_and_export():
+    x = images(32)
+    model, method = plus(lr=0.0, recentre=0.0, mirror=False, class_mix=False)
+    expected = copy.deepcopy(model).use_batch_statistics(0.2)(x)
+    torch.testing.assert_close(method(x), expected)
+    net = method.export()
+    stream = innermost(method).statistics
+    running = dict(model.net.named_buffers())
+    for i, name in enumerate(stream.layers):
+        own = net.get_submodule(name)
+        blend = 0.8 * stream.get_buffer(f"mean_{i}") + 0.2 * running[f"{name}.running_mean"]
+        torch.testing.assert_close(own.running_mean, blend)
+    for _ in range(200):
+        method(x)
+    torch.testing.assert_close(method(x[:1]), mgtta.load_model(net)(x[:1]), atol=2e-2, rtol=2e-2)
+    _, guarded = plus(guard=True)
+    assert guarded.reference.unlearned.source_share == 0.2
