@@ -12,11 +12,11 @@ batches of one), and appends to OUT/choices.jsonl: on DeiT-Tiny three learning r
 less known, four, each with two pulls. mgtta+ is not tried: it has its default.
 
 `run` takes the best pair of each method, by the mean of the three streams, with gather=16 and recall=16. Records are
-appended to OUT/streams.jsonl; what is there is not run again. OUT/streams.md is their table. With --streams validation
-they are of the validation images, and the files are named so. --alike sets how much alike images must be to count fully
-in mgtta+'s means; inf: all of them do. --without class_mix (balance, calm, source_share) leaves that out of mgtta+ and
-its kin. The kind `long` is the mixed stream eight times over, in other orders; `classes` is the mixed stream sorted by
-class. The network `pacs` has validation streams only.
+appended to OUT/streams.jsonl; what is there is not run again. OUT/streams.md is their table; `page` writes it again.
+With --streams validation they are of the validation images, and the files are named so. --alike sets how much alike
+images must be to count fully in mgtta+'s means; inf: all of them do. --without class_mix (balance, source_share) leaves
+that out of mgtta+ and its kin. The kind `long` is the mixed stream eight times over, in other orders; `classes` is the
+mixed stream sorted by class. The network `pacs` has validation streams only.
 """
 
 import argparse
@@ -59,7 +59,7 @@ RATES = (1 / 3, 1.0, 3.0)  # that are tried, relative to the recipe's own
 PULLS = (0.0, 0.05)
 OTHER_RATES = (*RATES, 10.0)  # the same for networks other than DeiT-Tiny
 OPTIONS = {"gather": 16, "recall": 16}
-WITHOUT = {"balance": False, "class_mix": False, "source_share": 0.0, "calm": math.inf}  # of mgtta+: what leaves it out
+WITHOUT = {"balance": False, "class_mix": False, "source_share": 0.0}  # of mgtta+: what leaves it out
 GRADIENT = (
     "mgtta_plus,plus_adam,plus_sgd,mgtta,mgtta_lstm,eq7_adam,eq7_sgd,actmad,tent,eta,eata,rdumb,tent_come,eata_come,"
     "sar_come,sar,deyo,roid,cmf,shot,cotta,spa,spa_eta,spa_eata"
@@ -250,9 +250,15 @@ def run(args: argparse.Namespace) -> None:
         with open(store, "a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
         print(method, kind, seed, f"{statistics.fmean(record['top1'] for record in records):.2f}", flush=True)
+    write(args, name)
+
+
+def write(args: argparse.Namespace, name: str = "streams") -> None:
+    """Write the table of the records that are there."""
+    records = read_lines(args.out / f"{name}.jsonl")
     pairs = read_lines(args.out / "choices.jsonl")
     with atomic(args.out / f"{name}.md") as temporary:
-        temporary.write_text(page(read_lines(store), args.network, name, args.images, pairs))
+        temporary.write_text(page(records, args.network, name, args.images, pairs))
 
 
 def jobs(args: argparse.Namespace) -> list[Job]:
@@ -272,14 +278,13 @@ def jobs(args: argparse.Namespace) -> list[Job]:
     return sorted(found, key=lambda job: (job[1] != "rounds", job[2]))
 
 
-PROTOCOL = """{words}, {images}, batches of {batch}, one H200 in bfloat16 (precision="auto", the default). Top-1 in
-percent; in parentheses the expected calibration error. With the standard deviation where there are several seeds; empty
-where a stream was not run. Of rounds and of the long stream: the last, and in brackets the first and the lowest; the
-calibration error is over all. mgtta+
-has its default settings. Every other gradient method has gather=16, recall=16, and {tries}, by the mean of
-three short validation streams (continual, mixed, batches of one). The remaining methods are as their recipes are. ROID
-and CMF multiply logits by their prior, so that probabilities are nearly equal: their calibration error says only
-that."""
+PROTOCOL = """{words}, {images}, batches of {batch}, one H200, precision="auto", the default: bfloat16 where there is a
+fast path. Top-1 in percent; in parentheses the expected calibration error. With the standard deviation where there are
+several seeds; empty where a stream was not run. Of rounds and of the long stream: the last, and in brackets the first
+and the lowest; the calibration error is over all. mgtta+ has its default settings. Every other gradient method has
+gather=16, recall=16, and {tries}, by the mean of three short validation streams (continual, mixed, batches of one). The
+remaining methods are as their recipes are. ROID and CMF multiply logits by their prior, so that probabilities are
+nearly equal: their calibration error says only that."""
 
 
 def page(records: Records, network: str, name: str, first: int | None, tried: Records) -> str:
@@ -379,6 +384,11 @@ def main() -> None:
             verb.add_argument("--kinds", default=",".join(KINDS), help="of stream, the longest first; long is another")
             verb.add_argument("--rounds", default="mgtta_plus,plus_adam", help="methods that run ten rounds, one seed")
             verb.add_argument("--seeds", type=int, default=SEEDS)
+    verb = verbs.add_parser("page", help=write.__doc__)
+    verb.set_defaults(do=write)
+    verb.add_argument("--network", choices=list(NETWORKS), default="deit_tiny")
+    verb.add_argument("--out", type=Path, required=True, help="folder of the records")
+    verb.add_argument("--images", type=int, help="of which the records are, if not of all")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     args.do(args)

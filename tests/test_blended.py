@@ -115,17 +115,23 @@ def plus(**settings):
 def test_mgtta_plus_blends_in_batches_single_images_guard_and_export():
     x = images(32)
     model, method = plus(lr=0.0, recentre=0.0, mirror=False, class_mix=False)
-    expected = copy.deepcopy(model).use_batch_statistics(0.2)(x)
+    expected = copy.deepcopy(model).use_batch_statistics(0.3)(x)
     torch.testing.assert_close(method(x), expected)
     net = method.export()
     stream = innermost(method).statistics
     running = dict(model.net.named_buffers())
     for i, name in enumerate(stream.layers):
         own = net.get_submodule(name)
-        blend = 0.8 * stream.get_buffer(f"mean_{i}") + 0.2 * running[f"{name}.running_mean"]
+        blend = 0.7 * stream.get_buffer(f"mean_{i}") + 0.3 * running[f"{name}.running_mean"]
         torch.testing.assert_close(own.running_mean, blend)
     for _ in range(200):
         method(x)
     torch.testing.assert_close(method(x[:1]), mgtta.load_model(net)(x[:1]), atol=2e-2, rtol=2e-2)
     _, guarded = plus(guard=True)
-    assert guarded.reference.unlearned.source_share == 0.2
+    assert guarded.reference.unlearned.source_share == 0.3
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_a_share_out_of_range_is_refused(share):
+    with pytest.raises(ValueError, match="source_share is a share of the statistics: from 0 to 1"):
+        plus(source_share=share)

@@ -16,7 +16,6 @@ from mgtta._lib.ranks import ALONE
 from mgtta.adaptation.wrapper import Wrapper, innermost
 from mgtta.fast.vit import ViT
 from mgtta.losses import fair_share
-from mgtta.methods._calm import LEAST_STEP
 from mgtta.methods._mirror import ALIKE
 from mgtta.methods._neighbours import ALIKE as NEIGHBOURS_ALIKE
 from mgtta.methods._neighbours import FADING, MEMORY_IMAGES, PRIOR_IMAGES
@@ -173,48 +172,8 @@ def test_the_step_shrinks_and_the_rate_stays(model, monkeypatch):
     assert method.optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_step_and_pull_fall_together_while_a_domain_stays(model, monkeypatch):
-    """By hand: whole for `calm` updates, then calm / t, and never below a tenth."""
-    method = make(model, lr=0.1, pull=0.5, calm=2)
-    origin = [p.clone() for p in method.origin]
-    steps = []
-    step = method.optimizer.step
-
-    def noted():
-        before = [p.detach().clone() for p in method.adapted.values()]
-        rate = method.optimizer.param_groups[0]["lr"]
-        step()
-        steps.append((rate, before, [p.detach().clone() for p in method.adapted.values()]))
-
-    monkeypatch.setattr(method.optimizer, "step", noted)
-    for t in range(24):
-        method(images(4, seed=t))
-        share = max(min(1.0, 2 / (t + 1)), LEAST_STEP)
-        rate, _, moved = steps[-1]
-        assert rate == pytest.approx(0.1 * share)
-        for p, q, o in zip(method.adapted.values(), moved, origin, strict=True):
-            torch.testing.assert_close(p.detach(), q + 0.5 * share * (o - q))
-    assert method.age == 24
-    method.domain_began()
-    method(images(4))
-    assert steps[-1][0] == pytest.approx(0.1)
-    method.reset()
-    assert method.age == 0
-
-
-def test_a_domain_that_returns_is_as_calm_as_it_was(model):
-    method = innermost(mgtta.create("mgtta+", model, source=mgtta.source_statistics(model, images(16, seed=99))))
-    for t in range(3):
-        method(images(16, seed=t))
-    kept = method.snapshot()
-    method.domain_began()
-    assert method.age == 0
-    method.restore(kept)
-    assert method.age == 3
-
-
 def test_networks_with_batchnorm_get_larger_steps():
-    for net, rate in (("vit", 5e-3), ("batchnorm", 1.5e-2), ("groupnorm", 1.5e-2)):
+    for net, rate in (("vit", 5e-3), ("batchnorm", 1e-2), ("groupnorm", 1e-2)):
         own = mgtta.load_model(NETS[net]())
         source = mgtta.source_statistics(own, images(16, seed=99))
         for recipe in ("mgtta+", "plus_adam"):
@@ -223,9 +182,8 @@ def test_networks_with_batchnorm_get_larger_steps():
 
 
 def test_what_cannot_be_is_told(model):
-    for name in ("decay", "calm"):
-        with pytest.raises(ValueError, match=f"{name} must be above 0"):
-            make(model, **{name: 0})
+    with pytest.raises(ValueError, match="decay must be above 0"):
+        make(model, decay=0)
     with pytest.raises(ValueError, match=r'True, False or "auto", not \'yes\''):
         make(model, mirror="yes")
     with pytest.raises(ValueError, match=r"needs images .* give mirror=False"):

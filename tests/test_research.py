@@ -106,3 +106,15 @@ def test_the_logs_tables_are_of_the_results_that_are_kept():
     lines = (root / "results" / "research" / "results.jsonl").read_text().splitlines()
     log = (root / "docs" / "research.md").read_text()
     assert log == between(log, "research", page({r["key"]: r for r in map(json.loads, lines)}))
+
+
+def test_the_tables_of_trials_are_of_the_results_that_are_kept(monkeypatch):
+    root = Path(__file__).parent.parent
+    monkeypatch.syspath_prepend(root / "benchmarks")
+    import trials
+    from pages import read_lines
+
+    log = (root / "docs" / "research.md").read_text()
+    records = read_lines(root / "results" / "research" / "batchnorm" / "trials.jsonl")
+    assert log == trials.with_tables(log, records)
+    assert "| ResNet-50, mgtta+, lr 0.01, share 0.3, calm 16 |" in log

@@ -128,10 +128,6 @@ class Method(MethodState, Budgeted):
         """
         return seen.logits
 
-    def step_share(self) -> Tensor | float:
-        """Return the factor on learning rate and pull of the next update; a tensor is one number on the device."""
-        return 1.0
-
     def domain_began(self) -> None:
         """Follow the news that the stream is of a new domain now: for running statistics of one domain."""
 

@@ -128,16 +128,15 @@ class EagerEngine:
         for p, grad in zip(params, grads, strict=True):
             p.grad = grad
         rates = [group["lr"] for group in optimizer.param_groups]
-        share = float(method.step_share())
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = lr * pace(self.updates, method.decay) * share
+            group["lr"] = lr * pace(self.updates, method.decay)
         optimizer.step()
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
         optimizer.zero_grad()
         if method.pull:
             with torch.no_grad():
-                torch._foreach_lerp_(params, list(method.origin), method.pull * share)
+                torch._foreach_lerp_(params, list(method.origin), method.pull)
         self.updates += 1
 
     def warm_up(self, x: Tensor, learn: bool | None = None, observe: bool = True) -> None:

@@ -439,7 +439,7 @@ def _update(
     loss: Tensor,
 ) -> None:
     sound = logits.isfinite().all() & loss.detach().isfinite()
-    made = flat.step(grads, sound, method.teaches(logits), method.step_share())
+    made = flat.step(grads, sound, method.teaches(logits))
     method.learned(Pass(logits, features), made)
 
 

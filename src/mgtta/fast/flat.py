@@ -145,15 +145,10 @@ class FlatStep:
                 state.zero_()
 
     @torch.no_grad()
-    def step(
-        self, grads: Sequence[Tensor], sound: Tensor, wanted: Tensor | None = None, share: Tensor | float = 1.0
-    ) -> Tensor:
+    def step(self, grads: Sequence[Tensor], sound: Tensor, wanted: Tensor | None = None) -> Tensor:
         """Make one update if `sound`, finite like its gradients, and wanted; return whether it was made.
 
         What is not finite is counted as a skip.
-
-        Args:
-            share: factor on learning rate and pull; see Method.step_share.
         """
         grad = torch.cat([g.flatten() for g in grads])
         update, state = self.rule(self, grad, self.state)
@@ -161,10 +156,10 @@ class FlatStep:
         made = finite if wanted is None else finite & wanted
         for old, new in zip(self.state, state, strict=True):
             old.copy_(torch.where(made, new, old))
-        rate = self.lr * pace(self.age, self.decay) * share
+        rate = self.lr * pace(self.age, self.decay)
         self.theta.sub_(torch.where(made, rate * update, 0.0))
         if self.pull:
-            self.theta.lerp_(self.origin, made * (self.pull * share))
+            self.theta.lerp_(self.origin, torch.where(made, self.pull, 0.0))
         self.t.add_(made)
         self.age.add_(made)
         self.counts.add_(torch.stack([made, ~finite]))

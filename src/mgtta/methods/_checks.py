@@ -43,9 +43,8 @@ def check_settings(chosen: Recipe, settings: dict[str, Any]) -> None:
         if default is REQUIRED and settings.get(key) is None:
             raise ValueError(f"{spelled(chosen.name)} needs {key}=...: {MADE_BY.get(key, 'give it')}")
     check_number("lr", settings.get("lr"))
-    for name in ("calm", "decay"):
-        if not settings.get(name, math.inf) > 0:
-            raise ValueError(f"{name} must be above 0 (inf: the learning rate does not fall), not {settings[name]}")
+    if not settings.get("decay", math.inf) > 0:
+        raise ValueError(f"decay must be above 0 (inf: the learning rate does not fall), not {settings['decay']}")
 
 
 def check_choice(what: str, value: str, valid: Sequence[str]) -> None:

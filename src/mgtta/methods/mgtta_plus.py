@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from mgtta.adaptation.method import OptimizerFactory
 from mgtta.adaptation.step import Pass
 from mgtta.losses import fair_share
-from mgtta.methods._calm import Calming
 from mgtta.methods._class_mix import class_mix_for
 from mgtta.methods._descent import Descent, constant_rate
 from mgtta.methods._head import check_head, through_head
@@ -31,7 +30,7 @@ from mgtta.models.source import Source
 
 EARLY = 0.25  # of the depth: the layer by whose features images are compared
 OPTIONS = {"pull": 0.05, "gather": 16, "recall": 16}  # one setting for all kinds of stream
-RESNETS = {"lr": 1.5e-2}  # networks with BatchNorm or GroupNorm need larger steps: docs/research.md
+RESNETS = {"lr": 1e-2}  # networks with BatchNorm or GroupNorm need larger steps: docs/research.md
 
 
 @register(
@@ -44,17 +43,18 @@ RESNETS = {"lr": 1.5e-2}  # networks with BatchNorm or GroupNorm need larger ste
     revision=6,
     passes=(2, 2),
 )
-class MGTTAPlus(Calming, MGTTA):
+class MGTTAPlus(MGTTA):
     """MGTTA+: MGTTA with mirrored twins and re-centred predictions; one setting for every stream (ours).
 
     With mirrored twins a step costs about two of MGTTA's. docs/research.md says how the settings were chosen.
 
     recentre: share of the features' shift from the source that is taken back before the head.
-    mirror: True, False, or "auto": True if the source model predicts 3 of 4 clean images like their mirror images.
+    mirror: True, False (then a step costs what MGTTA's does), or "auto": True if the source model predicts at least
+    three of four clean images like their mirror images, which `source_statistics` measures.
     balance: no class that is predicted has more than its share in the entropy.
-    class_mix: what comes of classes that are more frequent than usual does not count as a shift.
-    source_share: of the source's statistics among those that BatchNorm layers normalise by (models/blended.py).
-    calm: after so many updates in a domain, learning rate and pull begin to fall; inf: they do not (_calm.py).
+    class_mix: what comes of classes that are more frequent than usual does not count as a shift, if the source
+    statistics tell how features follow classes; older ones do not.
+    source_share: of the source's statistics among those that BatchNorm layers normalise by; the rest is the batch's.
     decay: the learning rate of step t is lr / sqrt(1 + t / decay); by default it does not fall.
     """
 
@@ -69,8 +69,7 @@ class MGTTAPlus(Calming, MGTTA):
         mirror: bool | str = "auto",
         balance: bool = True,
         class_mix: bool = True,
-        source_share: float = 0.2,
-        calm: float = 16.0,
+        source_share: float = 0.3,
         decay: float = math.inf,
     ):
         super().__init__(model, optimizer, source=source, trade_off=trade_off, decay=decay)
@@ -86,7 +85,6 @@ class MGTTAPlus(Calming, MGTTA):
         self._early = int(EARLY * len(self.source.mean))
         self.neighbours = Neighbours(self.source.to(like).before_head.detach(), len(self.source.mean[self._early]))
         self.mix = class_mix_for(model, self.source, like) if class_mix else None
-        self.become_calm_after(calm)
 
     def views(self, x: Tensor) -> Tensor:
         """Return the images, and with `mirror` after them their mirror images: (2n, 3, H, W)."""
@@ -128,8 +126,8 @@ class MGTTAPlus(Calming, MGTTA):
         return self.recentre * through_head(self.model, self._mu - mean, every_class, self._layer)
 
     def domain_began(self) -> None:
-        super().domain_began()
         if self.mix is not None:
+            _ = self.updates  # a GPU may still be learning
             self.mix.restart()
 
     @property

@@ -28,6 +28,8 @@ def use_batch_statistics(net: nn.Module, source_share: float = 0.0) -> None:
     Args:
         source_share: of the running statistics among those that layers normalise by; see blended.py.
     """
+    if not 0 <= source_share <= 1:
+        raise ValueError(f"source_share is a share of the statistics: from 0 to 1, not {source_share}")
     for layer in batch_norms(net):
         layer.track_running_stats = False
         unset_forward(layer)

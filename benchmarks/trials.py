@@ -1,0 +1,86 @@
+"""Tables of trials on validation streams, for docs/research.md.
+
+    python benchmarks/trials.py results/research/batchnorm/trials.jsonl docs/research.md
+
+writes two tables: settings of mgtta+ on networks with BatchNorm, and smaller steps while a domain stays (`calm`), which
+were taken back. Each line of the file is the top-1 of a method at some settings on one kind of stream.
+"""
+
+import argparse
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pages import between, read_lines, table
+from stream_images import NETWORKS
+
+from mgtta._lib.files import atomic
+from mgtta.report.summary import spelled
+
+BATCHNORM = ("resnet50", "cifar10")
+BATCHNORM_KINDS = ("reset", "continual", "mixed", "labels", "classes", "one")
+CALM_KINDS = ("reset", "continual", "rounds", "mixed", "long", "labels", "classes", "one", "gradual", "clean")
+LEAST = 0.1  # of the steps, however long a domain stays; others made no difference
+LAST = ("rounds", "long")  # kinds of which the last round counts
+WORDS = {"lr": "lr {:g}", "pull": "pull {:g}", "source_share": "share {:g}", "calm": "calm {:g}"}
+Record = dict[str, Any]
+
+
+def batchnorm(records: list[Record]) -> str:
+    """Return the rates and shares that were tried on networks with BatchNorm, without other changes."""
+    own = {"lr", "source_share", "calm", "least"}
+    chosen = [r for r in records if r["network"] in BATCHNORM and own >= set(r["settings"]) and r["kind"] != "long"]
+    return shown((r for r in chosen if _plain_or_second(r)), BATCHNORM_KINDS)
+
+
+def calm(records: list[Record]) -> str:
+    """Return the trials of smaller steps on DeiT-Tiny, and on ResNet-50 the mixed stream eight times over."""
+    chosen = [r for r in records if r["method"] in ("mgtta_plus", "plus_adam") and "class_mix" not in r["settings"]]
+    chosen = [r for r in chosen if r["settings"].get("least", LEAST) == LEAST]
+    wanted = [r for r in chosen if r["network"] == "deit_tiny" or (r["network"], r["kind"]) == ("resnet50", "long")]
+    return shown(wanted, CALM_KINDS)
+
+
+def _plain_or_second(record: Record) -> bool:
+    """Return whether a record has no smaller steps, or is of the second visit, where all but one have them."""
+    return "calm" not in record["settings"] or record["visit"] == 2
+
+
+def shown(records: Iterable[Record], kinds: tuple[str, ...]) -> str:
+    """Return a row for each network, method and settings."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for record in records:
+        words = [text.format(record["settings"][key]) for key, text in WORDS.items() if key in record["settings"]]
+        title = ", ".join([NETWORKS[record["network"]].words, spelled(record["method"]), *words])
+        figure = record["last"] if record["kind"] in LAST else record["top1"]
+        found.setdefault(title, {}).setdefault(record["kind"], []).append(figure)
+    rows = []
+    for title, by_kind in found.items():
+        cells = [f"{statistics.fmean(by_kind[kind]):.1f}" if kind in by_kind else "" for kind in kinds]
+        rows.append([title, *cells])
+    return table(["top-1, %", *kinds], rows, right=True)
+
+
+TABLES = {"batchnorm": batchnorm, "calm": calm}
+
+
+def with_tables(page: str, records: list[Record]) -> str:
+    """Return the page with all tables between their marks."""
+    for name, make in TABLES.items():
+        page = between(page, name, make(records))
+    return page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trials", type=Path)
+    parser.add_argument("page", type=Path, help="it has marks such as batchnorm:start around each table")
+    args = parser.parse_args()
+    text = with_tables(args.page.read_text(), read_lines(args.trials))
+    with atomic(args.page) as path:
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
