@@ -25,6 +25,7 @@ from mgtta.adaptation.method import Method
 from mgtta.adaptation.shift import Arriving
 from mgtta.adaptation.step import Pass
 from mgtta.adaptation.wrapper import Wrapper
+from mgtta.models.blended import FEW_SOURCE_SHARE
 from mgtta.models.classifier import Classifier
 from mgtta.models.statistics import StreamStatistics
 
@@ -193,8 +194,9 @@ class Gathered(Wrapper):
             return
         before = [(layer, layer.running_mean, layer.running_var) for _, layer in self._batch_norms()]
         handles = []
+        source_share = FEW_SOURCE_SHARE if self.model.source_share else 0.0
         for i, layer in self._batch_norms():
-            layer.running_mean, layer.running_var = blended(statistics, i, layer, self.model.source_share)
+            layer.running_mean, layer.running_var = blended(statistics, i, layer, source_share)
             handles.append(layer.register_forward_pre_hook(_use_running))
         by_modules = self.engine.by_modules
         self.engine.by_modules = True

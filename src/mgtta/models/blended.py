@@ -1,8 +1,11 @@
-"""BatchNorm by a blend of the statistics of the batch and of the source.
+"""BatchNorm by a blend of the statistics of the batch, of the source and of single images.
 
 A batch of a few dozen images has poor statistics, and one that mixes kinds of shift has statistics that fit none of
 them. The source's are known well. A blend of both is better than either: Schneider et al., "Improving robustness
 against common corruptions by covariate shift adaptation" (NeurIPS 2020).
+
+Few images have no statistics of a batch. They are normalised by the source's, a little of the stream's so far, which
+may be those of another domain, and a little of each image's own: its places are many, and of its own domain.
 
 Notation    x (N, C, ...); m, v (C,) its mean and biased variance; a the source's share; P values of a channel
             M = (1 - a) m + a m_S;  V = (1 - a) v + a v_S;  r = 1 / sqrt(V + eps);  y = w r (x - M) + b
@@ -16,6 +19,9 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mgtta._lib.timm import timm
+
+FEW_SOURCE_SHARE = 0.7  # of the source's statistics where few images are predicted; the rest are the stream's
+OWN_SHARE = 0.07  # of an image's own statistics there
 
 
 class Normalised(NamedTuple):
@@ -40,11 +46,27 @@ def blended_norm(x: Tensor, layer: _BatchNorm, share: float) -> Normalised:
     return Normalised(*_Blended.apply(x, *args, share, layer.eps))
 
 
+def own_norm(x: Tensor, layer: _BatchNorm) -> Tensor:
+    """Return images (N, C, ...), each normalised by the layer's running statistics and, by OWN_SHARE, by its own."""
+    axes = list(range(2, x.ndim))
+    own_var, own_mean = torch.var_mean(_exact(x), axes, correction=0, keepdim=True)  # (N, C, 1, ...)
+    mean = torch.lerp(_wide(layer.get_buffer("running_mean").to(own_mean), x), own_mean, OWN_SHARE)
+    var = torch.lerp(_wide(layer.get_buffer("running_var").to(own_var), x), own_var, OWN_SHARE)
+    scale = _wide(layer.weight, x) * (var + layer.eps).rsqrt()
+    return ((_exact(x) - mean) * scale + _wide(layer.bias, x)).to(x.dtype)
+
+
 def blended_forward(layer: Any, x: Tensor, share: float) -> Tensor:
-    """Return what the layer gives in the place of its own `forward`: blended while it is in training mode."""
-    if not layer.training:
+    """Return what the layer gives in the place of its own `forward`.
+
+    In training mode it is blended with the batch's statistics, otherwise with those of each image, if it has places.
+    """
+    if layer.training:
+        y = blended_norm(x, layer, share).y
+    elif x.shape[2:].numel() > 1:
+        y = own_norm(x, layer)
+    else:
         return type(layer).forward(layer, x)
-    y = blended_norm(x, layer, share).y
     if isinstance(layer, timm.layers.BatchNormAct2d):
         y = layer.act(layer.drop(y))
     return y
