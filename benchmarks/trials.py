@@ -1,9 +1,11 @@
 """Tables of trials on validation streams, for docs/research.md.
 
-    python benchmarks/trials.py results/research/batchnorm/trials.jsonl docs/research.md
+    python benchmarks/trials.py results/research/batchnorm docs/research.md
 
-writes two tables: settings of mgtta+ on networks with BatchNorm, and smaller steps while a domain stays (`calm`), which
-were taken back. Each line of the file is the top-1 of a method at some settings on one kind of stream.
+writes three tables: settings of mgtta+ on networks with BatchNorm, by what single images are normalised there, and
+smaller steps while a domain stays (`calm`), which were taken back. Each line of the folder's trials.jsonl is the top-1
+of a method at some settings on one kind of stream, each of single.jsonl that of single images, with shares of
+statistics.
 """
 
 import argparse
@@ -62,22 +64,29 @@ def shown(records: Iterable[Record], kinds: tuple[str, ...]) -> str:
     return table(["top-1, %", *kinds], rows, right=True)
 
 
-TABLES = {"batchnorm": batchnorm, "calm": calm}
+def single(records: list[Record]) -> str:
+    """Return top-1 of single images by the shares of the stream's statistics and of an image's own."""
+    rows = [
+        [NETWORKS[r["network"]].words, str(r["images"]), f"{r['stream']:g}", f"{r['own']:g}", f"{r['top1']:.1f}"]
+        for r in records
+    ]
+    return table(["network", "images of each corruption", "stream's share", "own share", "top-1, %"], rows, right=True)
 
 
-def with_tables(page: str, records: list[Record]) -> str:
+def with_tables(page: str, folder: Path) -> str:
     """Return the page with all tables between their marks."""
-    for name, make in TABLES.items():
-        page = between(page, name, make(records))
-    return page
+    trials = read_lines(folder / "trials.jsonl")
+    page = between(page, "batchnorm", batchnorm(trials))
+    page = between(page, "single", single(read_lines(folder / "single.jsonl")))
+    return between(page, "calm", calm(trials))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trials", type=Path)
+    parser.add_argument("folder", type=Path, help="of trials.jsonl and single.jsonl")
     parser.add_argument("page", type=Path, help="it has marks such as batchnorm:start around each table")
     args = parser.parse_args()
-    text = with_tables(args.page.read_text(), read_lines(args.trials))
+    text = with_tables(args.page.read_text(), args.folder)
     with atomic(args.page) as path:
         path.write_text(text)
 

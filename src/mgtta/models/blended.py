@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mgtta._lib.timm import timm
 
-FEW_SOURCE_SHARE = 0.7  # of the source's statistics where few images are predicted; the rest are the stream's
+FEW_SOURCE_SHARE = 0.8  # of the source's statistics where few images are predicted; the rest are the stream's
 OWN_SHARE = 0.07  # of an image's own statistics there
 
 
