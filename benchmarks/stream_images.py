@@ -32,6 +32,7 @@ class Network:
         batch: images in a batch.
         trial: images of each corruption, in streams for choosing settings.
         classes: of the network, where its weights are not those of its name.
+        is_resnet: it normalises by BatchNorm; False: by LayerNorm.
     """
 
     model: str
@@ -43,17 +44,20 @@ class Network:
     batch: int = 64
     trial: int = 320
     classes: int | None = None
+    is_resnet: bool = True
 
 
 IMAGENET = ("2,000 ImageNet validation images (shards 1 and 2)", "872 images of shard 0")
 CIFAR10 = ("the 10,000 test images of CIFAR-10", "872 training images")
 PACS = ("art and cartoons: benchmarks/pacs.py", "300 photographs of PACS")
 NETWORKS = {
-    "deit_tiny": Network("deit_tiny_patch16_224", "DeiT-Tiny", *IMAGENET),
+    "deit_tiny": Network("deit_tiny_patch16_224", "DeiT-Tiny", *IMAGENET, is_resnet=False),
     "resnet50": Network("keras_resnet50", "ResNet-50", *IMAGENET),
     "efficientnet_lite0": Network("tf_efficientnet_lite0", "EfficientNet-Lite0", *IMAGENET),
     "cifar10": Network("cifar_resnet56", "ResNet-56", *CIFAR10, "cifar10", "cifar", batch=200, trial=872),
-    "pacs": Network("deit_tiny_patch16_224", "DeiT-Tiny, fine-tuned on photographs", *PACS, "pacs", classes=7),
+    "pacs": Network(
+        "deit_tiny_patch16_224", "DeiT-Tiny, fine-tuned on photographs", *PACS, "pacs", classes=7, is_resnet=False
+    ),
 }
 
 

@@ -212,8 +212,9 @@ def tries(method: str, network: str) -> list[Settings]:
     centre = own.settings["lr"]
     pairs = product(RATES, PULLS)
     if network != "deit_tiny":
-        centre = own.resnets.get("lr", centre)
         pairs = product(OTHER_RATES, PULLS)
+    if NETWORKS[network].is_resnet:
+        centre = own.resnets.get("lr", centre)
     return [{"lr": float(f"{centre * rate:.3g}"), "pull": pull, **OPTIONS} for rate, pull in pairs]
 
 

@@ -130,6 +130,50 @@ def test_mgtta_plus_blends_in_batches_guard_and_export():
     assert guarded.reference.unlearned.source_share == 0.3
 
 
+class Doubled(nn.BatchNorm2d):
+    """A layer with a forward function of its own, which is not blended."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Doubling(timm.layers.BatchNormAct2d):
+    """The same, of timm's kind."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_layers_with_a_forward_of_their_own_keep_it_and_export_what_they_normalise_by():
+    assert not can_blend(Doubled(3))
+    assert not can_blend(Doubling(3))
+    net = convnet("batch")
+    net[1] = Doubled(8)
+    model = mgtta.load_model(net)
+    source = mgtta.source_statistics(model, images(32, seed=9))
+    bare = {"lr": 0.0, "recentre": 0.0, "mirror": False, "class_mix": False, "recall": 0}
+    method = mgtta.create("mgtta+", model, source=source, **bare)
+    x = images(32)
+    torch.testing.assert_close(method(x), mgtta.load_model(method.export())(x))
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_the_fast_path_blends_alike(low_memory):
+    torch.manual_seed(0)
+    model = mgtta.load_model(timm.create_model("resnet10t", num_classes=5))
+    source = mgtta.source_statistics(model, images(16, seed=9))
+    settings = {"source": source, "recall": 0, "lr": 1e-3, "mirror": False}
+    exact = mgtta.create("mgtta+", model, precision="fp32", **settings)
+    quick = mgtta.create("mgtta+", model, precision="bf16", low_memory=low_memory, **settings)
+    for seed in range(3):
+        expected = exact(images(16, seed=seed))
+        found = quick(images(16, seed=seed))
+        assert (found - expected).norm() < 0.05 * expected.norm()
+    theirs = dict(innermost(exact).statistics.named_buffers())
+    for name, value in innermost(quick).statistics.named_buffers():
+        torch.testing.assert_close(value, theirs[name], atol=0.02, rtol=0.05)
+
+
 def test_own_norm_is_the_formula_for_each_image():
     layer = layer_of()
     x = torch.randn(4, 3, 5, 6, dtype=torch.float64)

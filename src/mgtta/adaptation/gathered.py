@@ -5,9 +5,10 @@ are enough of them; then the method learns from all of them, once, and forgets t
 now and then one update.
 
 BatchNorm layers cannot normalise by one image. A batch of fewer than FEW_IMAGES images is predicted with the statistics
-of the stream so far, and of the source before there are enough images in them. The update normalises by the images that
-were gathered. Only there are statistics collected from small batches: layer by layer, each behind layers that normalise
-by the same images. Statistics of layers behind others that normalise otherwise do not fit together.
+of the stream so far, and of the source before there are enough images in them; those of mgtta+ have other shares (see
+models/blended.py). The update normalises by the images that were gathered. Only there are statistics collected from
+small batches: layer by layer, each behind layers that normalise by the same images. Statistics of layers behind others
+that normalise otherwise do not fit together.
 """
 
 import math
@@ -25,7 +26,7 @@ from mgtta.adaptation.method import Method
 from mgtta.adaptation.shift import Arriving
 from mgtta.adaptation.step import Pass
 from mgtta.adaptation.wrapper import Wrapper
-from mgtta.models.blended import FEW_SOURCE_SHARE
+from mgtta.models.blended import FEW_SOURCE_SHARE, is_blended
 from mgtta.models.classifier import Classifier
 from mgtta.models.statistics import StreamStatistics
 
@@ -194,9 +195,10 @@ class Gathered(Wrapper):
             return
         before = [(layer, layer.running_mean, layer.running_var) for _, layer in self._batch_norms()]
         handles = []
-        source_share = FEW_SOURCE_SHARE if self.model.source_share else 0.0
+        source_share = max(self.model.source_share, FEW_SOURCE_SHARE)
         for i, layer in self._batch_norms():
-            layer.running_mean, layer.running_var = blended(statistics, i, layer, source_share)
+            own_share = source_share if is_blended(layer) else 0.0
+            layer.running_mean, layer.running_var = blended(statistics, i, layer, own_share)
             handles.append(layer.register_forward_pre_hook(_use_running))
         by_modules = self.engine.by_modules
         self.engine.by_modules = True

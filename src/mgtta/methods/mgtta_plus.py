@@ -30,7 +30,7 @@ from mgtta.models.source import Source
 
 EARLY = 0.25  # of the depth: the layer by whose features images are compared
 OPTIONS = {"pull": 0.05, "gather": 16, "recall": 16}  # one setting for all kinds of stream
-RESNETS = {"lr": 1e-2}  # networks with BatchNorm or GroupNorm need larger steps: docs/research.md
+RESNETS = {"lr": 1e-2}  # ResNets need larger steps: docs/research.md
 
 
 @register(
@@ -55,6 +55,7 @@ class MGTTAPlus(MGTTA):
     class_mix: what comes of classes that are more frequent than usual does not count as a shift, if the source
     statistics tell how features follow classes; older ones do not.
     source_share: of the source's statistics among those that BatchNorm layers normalise by; the rest is the batch's.
+    Batches of fewer than 16 images, with `gather`, have other shares, unless this one is 0 (models/blended.py).
     decay: the learning rate of step t is lr / sqrt(1 + t / decay); by default it does not fall.
     """
 

@@ -15,7 +15,7 @@ Notation    x (N, C, ...); m, v (C,) its mean and biased variance; a the source'
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mgtta._lib.timm import timm
@@ -36,8 +36,13 @@ def can_blend(layer: Any) -> bool:
     """Return whether a BatchNorm layer is of a kind that can be blended: affine, with running statistics."""
     if "forward" in vars(layer):  # the user's own
         return False
-    known = type(layer).forward is _BatchNorm.forward or isinstance(layer, timm.layers.BatchNormAct2d)
+    known = type(layer).forward in (_BatchNorm.forward, timm.layers.BatchNormAct2d.forward)
     return known and layer.affine and layer.running_mean is not None
+
+
+def is_blended(layer: nn.Module) -> bool:
+    """Return whether a layer runs `blended_forward`."""
+    return getattr(vars(layer).get("forward"), "is_mgtta_hook", False)
 
 
 def blended_norm(x: Tensor, layer: _BatchNorm, share: float) -> Normalised:
@@ -63,7 +68,7 @@ def blended_forward(layer: Any, x: Tensor, share: float) -> Tensor:
     """
     if layer.training:
         y = blended_norm(x, layer, share).y
-    elif x.shape[2:].numel() > 1:
+    elif share < 1 and x.shape[2:].numel() > 1:
         y = own_norm(x, layer)
     else:
         return type(layer).forward(layer, x)
@@ -77,14 +82,14 @@ class _Blended(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean_s: Tensor, var_s: Tensor, share: float, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if x.is_cuda:
+        if _has_kernels(x):
             mean, scale = torch.batch_norm_stats(x, eps)
             var = scale.square().reciprocal() - eps
         else:
             var, mean = torch.var_mean(_exact(x), _axes(x), correction=0)
         blend = torch.lerp(mean, mean_s.to(mean), share)
         scale = (torch.lerp(var, var_s.to(var), share) + eps).rsqrt()
-        if x.is_cuda:
+        if _has_kernels(x):
             y = torch.batch_norm_elemt(x, weight, bias, blend, scale, eps)
         else:
             y = ((_exact(x) - _wide(blend, x)) * _wide(weight * scale, x) + _wide(bias, x)).to(x.dtype)
@@ -96,7 +101,7 @@ class _Blended(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, blend, scale = ctx.saved_tensors
-        if x.is_cuda:
+        if _has_kernels(x):
             if x.is_contiguous(memory_format=torch.channels_last):
                 dy = dy.contiguous(memory_format=torch.channels_last)
             else:
@@ -112,13 +117,18 @@ class _Blended(torch.autograd.Function):
         keep = 1 - ctx.share
         total = keep * (total + (blend - mean) * scale.square() * moved)
         moved = keep * moved
-        if x.is_cuda:
+        if _has_kernels(x):
             count = torch.full((1,), values, dtype=torch.int32, device=x.device)
             dx = torch.batch_norm_backward_elemt(dy, x, blend, scale, weight, total, moved, count)
         else:
             slope = _exact(dy) - _wide(total / values, x) - away * _wide(scale.square() * moved / values, x)
             dx = (slope * _wide(weight * scale, x)).to(x.dtype)
         return dx, dw, db, None, None, None, None
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Return whether torch's own kernels for parts of BatchNorm are used: on a GPU; a compiler does not know them."""
+    return x.is_cuda and not torch.compiler.is_compiling()
 
 
 def _exact(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from mgtta.models.blended import is_blended
 from mgtta.models.classifier import Classifier
 from mgtta.models.head import linear_head
 from mgtta.models.hooks import remove_own_hooks
@@ -42,7 +43,8 @@ def export_net(
     net.float()
     _load(net, adapted or {})
     if statistics is not None:
-        statistics.write_to(net, model.source_share)
+        blended = [name for name, layer in model.net.named_modules() if is_blended(layer)]
+        statistics.write_to(net, dict.fromkeys(blended, model.source_share))
     if head_shift is not None:
         head = linear_head(net, model.name) if head_layer is None else net.get_submodule(head_layer)
         _shift_logits(head, head_shift)

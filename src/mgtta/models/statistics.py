@@ -166,13 +166,18 @@ class StreamStatistics(nn.Module):
         return self._made_places[key]
 
     @torch.no_grad()
-    def write_to(self, net: nn.Module, source_share: float = 0.0) -> None:
-        """Put the statistics into the running statistics of the network's layers, which keep the source's share."""
+    def write_to(self, net: nn.Module, source_shares: Mapping[str, float] | None = None) -> None:
+        """Put the statistics into the running statistics of the network's layers.
+
+        Args:
+            source_shares: name of a layer -> the share of the source's statistics, which they are; others keep nothing.
+        """
+        shares = source_shares or {}
         for i, name in enumerate(self.layers):
             layer = net.get_submodule(name)
             for own, ours in (("running_mean", f"mean_{i}"), ("running_var", f"var_{i}")):
                 running = layer.get_buffer(own)
-                running.copy_(torch.lerp(self.get_buffer(ours).to(running), running, source_share))
+                running.copy_(torch.lerp(self.get_buffer(ours).to(running), running, shares.get(name, 0.0)))
 
 
 def _followed(moments: BatchMoments, batch: BatchMoments, images: Tensor, n: int) -> BatchMoments:
