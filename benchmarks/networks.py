@@ -198,7 +198,7 @@ def tries_page(results: list[dict[str, Any]], judges: int) -> str:
     words = (
         f"Top-1 in percent on {judges} validation images under each of the four validation corruptions, reset before "
         "each, MGTTA on Eq. 7 in float32, at a learning rate of 1e-3 on DeiT-Tiny and 5e-3 on the ResNets. Numbers are "
-        f"seeds of {tries} trainings on all of these networks in turns, of which the best rounds count; names are other "
+        f"seeds of {tries} trainings on all of these networks in turns, of which the best rounds count; names: other "
         "generators."
     )
     return f"# Generators for several networks\n\n{textwrap.fill(words, 120)}\n\n{tries_table(results)}\n"

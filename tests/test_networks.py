@@ -1,5 +1,6 @@
 """One generator for several networks: the script that trains and compares it."""
 
+import json
 import math
 from argparse import Namespace
 from pathlib import Path
@@ -67,3 +68,13 @@ def test_the_table_tells_the_two_generators_apart(networks):
 def test_a_missing_file_is_named(networks, tmp_path):
     with pytest.raises(SystemExit, match=r"imagenet-val5k-00001.tar is in none of"):
         networks.found("imagenet-val5k-0000{1..2}.tar", [tmp_path])
+
+
+def test_the_page_of_tries_is_its_records(monkeypatch):
+    root = Path(__file__).parent.parent
+    monkeypatch.syspath_prepend(root / "benchmarks")
+    import networks
+
+    folder = root / "results" / "networks"
+    tries = json.loads((folder / "tries.json").read_text())
+    assert networks.tries_page(tries, 256) == (folder / "tries.md").read_text()

@@ -30,7 +30,7 @@ from mgtta.models.source import Source
 
 EARLY = 0.25  # of the depth: the layer by whose features images are compared
 OPTIONS = {"pull": 0.05, "gather": 16, "recall": 16}  # one setting for all kinds of stream
-RESNETS = {"lr": 1e-2}  # ResNets need larger steps: docs/research.md
+RESNETS = {"lr": 1e-2, "source_share": 0.3}  # docs/research.md
 
 
 @register(
@@ -70,7 +70,7 @@ class MGTTAPlus(MGTTA):
         mirror: bool | str = "auto",
         balance: bool = True,
         class_mix: bool = True,
-        source_share: float = 0.3,
+        source_share: float = 0.0,
         decay: float = math.inf,
     ):
         super().__init__(model, optimizer, source=source, trade_off=trade_off, decay=decay)

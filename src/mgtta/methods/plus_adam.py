@@ -21,6 +21,7 @@ register(
     descent=Descent(0.05, "sgd", momentum=0.0, fixed=True),
     what="MGTTA+ moved by plain SGD instead of the learned optimizer (ours).",
     rate_at=constant_rate,
+    resnets={"source_share": RESNETS["source_share"]},
     options=OPTIONS,
     revision=6,
     passes=(2, 2),
