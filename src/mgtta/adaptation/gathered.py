@@ -26,8 +26,9 @@ from mgtta.adaptation.method import Method
 from mgtta.adaptation.shift import Arriving
 from mgtta.adaptation.step import Pass
 from mgtta.adaptation.wrapper import Wrapper
-from mgtta.models.blended import FEW_SOURCE_SHARE, is_blended
+from mgtta.models.blended import FEW_SOURCE_SHARE
 from mgtta.models.classifier import Classifier
+from mgtta.models.hooks import has_set_forward
 from mgtta.models.statistics import StreamStatistics
 
 FEW_IMAGES = 16  # under which the own statistics of a batch are too poor to normalise by
@@ -195,10 +196,9 @@ class Gathered(Wrapper):
             return
         before = [(layer, layer.running_mean, layer.running_var) for _, layer in self._batch_norms()]
         handles = []
-        source_share = max(self.model.source_share, FEW_SOURCE_SHARE)
         for i, layer in self._batch_norms():
-            own_share = source_share if is_blended(layer) else 0.0
-            layer.running_mean, layer.running_var = blended(statistics, i, layer, own_share)
+            source_share = max(self.model.source_share, FEW_SOURCE_SHARE) if has_set_forward(layer) else 0.0
+            layer.running_mean, layer.running_var = blended(statistics, i, layer, source_share)
             handles.append(layer.register_forward_pre_hook(_use_running))
         by_modules = self.engine.by_modules
         self.engine.by_modules = True

@@ -155,17 +155,18 @@ class Hooked:
         """Return what a BatchNorm layer does, and follow the statistics that it has computed anyway."""
         if not layer.training or not has_variance(x):
             return _BatchNorm.forward(layer, x)
-        share = self.model.source_share
-        if not self.collecting:
-            return blended_norm(x, layer, share).y if share else _BatchNorm.forward(layer, x)
         mean, var = self.room[i]
         values = x.numel() // x.shape[1]
-        self.collected[i] = values
-        if share:
-            found = blended_norm(x, layer, share)
-            mean.copy_(found.mean)
-            var.copy_(found.var * (values / (values - 1)))
+        if self.collecting:
+            self.collected[i] = values
+        if self.model.source_share:
+            found = blended_norm(x, layer, self.model.source_share)
+            if self.collecting:
+                mean.copy_(found.mean)
+                var.copy_(found.var * (values / (values - 1)))
             return found.y
+        if not self.collecting:
+            return _BatchNorm.forward(layer, x)
         momentum = 1.0  # mean and var become those of the batch
         return F.batch_norm(x, mean, var, layer.weight, layer.bias, True, momentum, layer.eps)
 

@@ -15,7 +15,7 @@ Notation    x (N, C, ...); m, v (C,) its mean and biased variance; a the source'
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mgtta._lib.timm import timm
@@ -38,11 +38,6 @@ def can_blend(layer: Any) -> bool:
         return False
     known = type(layer).forward in (_BatchNorm.forward, timm.layers.BatchNormAct2d.forward)
     return known and layer.affine and layer.running_mean is not None
-
-
-def is_blended(layer: nn.Module) -> bool:
-    """Return whether a layer runs `blended_forward`."""
-    return getattr(vars(layer).get("forward"), "is_mgtta_hook", False)
 
 
 def blended_norm(x: Tensor, layer: _BatchNorm, share: float) -> Normalised:

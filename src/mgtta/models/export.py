@@ -6,10 +6,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from mgtta.models.blended import is_blended
 from mgtta.models.classifier import Classifier
 from mgtta.models.head import linear_head
-from mgtta.models.hooks import remove_own_hooks
+from mgtta.models.hooks import has_set_forward, remove_own_hooks
 from mgtta.models.statistics import StreamStatistics, use_running_statistics
 
 PREFIX = "net."  # of the network's parameters in a Classifier
@@ -43,7 +42,7 @@ def export_net(
     net.float()
     _load(net, adapted or {})
     if statistics is not None:
-        blended = [name for name, layer in model.net.named_modules() if is_blended(layer)]
+        blended = [name for name in statistics.layers if has_set_forward(model.net.get_submodule(name))]
         statistics.write_to(net, dict.fromkeys(blended, model.source_share))
     if head_shift is not None:
         head = linear_head(net, model.name) if head_layer is None else net.get_submodule(head_layer)

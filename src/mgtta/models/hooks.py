@@ -25,9 +25,14 @@ def set_forward(module: nn.Module, function: Callable[..., Any]) -> None:
     module.forward = own_hook(partial(function, module))
 
 
+def has_set_forward(module: nn.Module) -> bool:
+    """Return whether `set_forward` gave the module its forward function."""
+    return getattr(vars(module).get("forward"), "is_mgtta_hook", False)
+
+
 def unset_forward(module: nn.Module) -> None:
     """Undo `set_forward`."""
-    if getattr(vars(module).get("forward"), "is_mgtta_hook", False):
+    if has_set_forward(module):
         del module.forward
 
 
