@@ -10,9 +10,9 @@ from torch import nn
 
 import mgtta
 from mgtta._lib.timm import timm
-from mgtta.adaptation.gathered import PRIOR_IMAGES
+from mgtta.adaptation.gathered import BY_IMAGE_RATE
 from mgtta.adaptation.wrapper import innermost
-from mgtta.models.blended import FEW_SOURCE_SHARE, OWN_SHARE, blended_norm, can_blend, own_norm
+from mgtta.models.blended import OWN_SHARE, blended_norm, can_blend, own_norm
 from mgtta.models.statistics import use_batch_statistics, use_running_statistics
 
 
@@ -185,20 +185,110 @@ def test_own_norm_is_the_formula_for_each_image():
             torch.testing.assert_close(found[c], expected)
 
 
-def test_single_images_are_normalised_by_source_stream_and_themselves():
-    model, method = plus(lr=0.0, recentre=0.0, mirror=False, class_mix=False)
+def one_by_one(model):
+    """A copy of the model whose BatchNorm layers normalise each image by the source's statistics and its own."""
+    model = copy.deepcopy(model)
+    for layer in model.net.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.forward = partial(own_norm, layer=layer)
+    return model
+
+
+BARE = {"recentre": 0.0, "mirror": False, "class_mix": False}
+
+
+def test_single_images_are_normalised_by_source_and_themselves():
+    model, method = plus(lr=0.0, **BARE)
     x = images(33)
-    method(x[:32])
-    stream = innermost(method).statistics
-    expected = copy.deepcopy(model).use_batch_statistics(0.3)
-    share = (1 - FEW_SOURCE_SHARE) * 32 / (32 + PRIOR_IMAGES)
-    for i, name in enumerate(stream.layers):
-        layer = expected.net.get_submodule(name)
-        layer.running_mean.lerp_(stream.get_buffer(f"mean_{i}"), share)
-        layer.running_var.lerp_(stream.get_buffer(f"var_{i}"), share)
-        layer.forward = partial(own_norm, layer=layer)
-    torch.testing.assert_close(method(x[32:]), expected(x[32:]))
+    method(x[:32])  # whose statistics change nothing
+    expected = one_by_one(model)(x[32:])
+    torch.testing.assert_close(method.predict(x[32:]), expected)
+    torch.testing.assert_close(method(x[32:]), expected)
     assert not torch.allclose(method(x[32:]), model(x[32:]))
+    large = innermost(method).model(x[:32])
+    assert torch.equal(method.predict(x[:32]), large)  # by its own statistics, as before
+
+
+def test_gathered_images_are_learned_from_as_they_were_predicted():
+    """An update is that of a network which normalises image by image, at a part of the learning rate."""
+    model, method = plus(lr=1e-2, **BARE)
+    _, twin = plus(lr=1e-2 * BY_IMAGE_RATE, gather=0, **BARE)
+    for layer in innermost(twin).model.net.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.forward = partial(own_norm, layer=layer)
+    x = images(16)
+    for one in x.split(1):
+        method(one)
+    twin(x)
+    assert method.updates == twin.updates == 1
+    moved = dict(innermost(twin).adapted)
+    for name, value in innermost(method).adapted.items():
+        torch.testing.assert_close(value, moved[name])
+    assert not torch.equal(method.predict(x[:1]), one_by_one(model)(x[:1]))
+    assert [group["lr"] for group in innermost(method).optimizer.param_groups] == [1e-2]
+    assert not innermost(method).engine.by_image
+    assert not innermost(method).statistics.images.any()
+
+
+def test_images_that_were_only_predicted_are_learned_from_as_they_came():
+    """As the service does: it predicts, and learns later, by `learn`."""
+    _, method = plus(**BARE)
+    _, gathering = plus(**BARE)
+    x = images(16)
+    for one in x.split(1):
+        method.step(one, learn=False)
+        gathering(one)
+    method.learn(x)
+    theirs = dict(innermost(gathering).adapted)
+    for name, value in innermost(method).adapted.items():
+        torch.testing.assert_close(value, theirs[name])
+    _, batched = plus(**BARE)
+    batched.step(x, learn=False)
+    batched.learn(x)
+    assert any(not torch.allclose(value, theirs[name]) for name, value in innermost(batched).adapted.items())
+
+
+def test_an_export_after_single_images_has_the_statistics_of_the_source():
+    model, method = plus()
+    for one in images(20).split(1):
+        method(one)
+    assert method.updates == 1
+    running = dict(model.net.named_buffers())
+    exported = dict(method.export().named_buffers())
+    assert exported.keys() == running.keys()
+    assert all(torch.equal(value, running[name]) for name, value in exported.items())
+
+
+def test_with_a_layer_that_is_not_blended_single_images_have_the_statistics_of_the_stream():
+    net = convnet("batch")
+    net[1] = Doubled(8)
+    model = mgtta.load_model(net)
+    source = mgtta.source_statistics(model, images(32, seed=9))
+    method = mgtta.create("mgtta+", model, source=source, recall=0, mirror=False)
+    for one in images(16).split(1):
+        method(one)
+    assert (innermost(method).statistics.images == 16).all()
+
+
+@pytest.mark.parametrize("name", ["resnet10t", "test_efficientnet"])
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_the_fast_path_normalises_single_images_alike(name, low_memory):
+    torch.manual_seed(0)
+    model = mgtta.load_model(timm.create_model(name, num_classes=5))
+    source = mgtta.source_statistics(model, images(16, seed=9))
+    settings = {"source": source, "recall": 0, "lr": 1e-2, "mirror": False}
+    exact = mgtta.create("mgtta+", model, precision="fp32", **settings)
+    quick = mgtta.create("mgtta+", model, precision="bf16", low_memory=low_memory, **settings)
+    for one in images(34).split(1):
+        assert _apart(quick(one), exact(one)) < 0.15
+    assert quick.updates == exact.updates == 2
+    x = images(15)
+    assert _apart(quick.predict(x), exact.predict(x)) < 0.1
+    assert _apart(quick.method.predict(x), exact.predict(x)) > 0.5  # by the statistics of these images
+
+
+def _apart(found, expected):
+    return float((found - expected).norm() / expected.norm())
 
 
 def test_vectors_have_no_statistics_of_their_own():

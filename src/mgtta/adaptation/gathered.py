@@ -5,16 +5,18 @@ are enough of them; then the method learns from all of them, once, and forgets t
 now and then one update.
 
 BatchNorm layers cannot normalise by one image. A batch of fewer than FEW_IMAGES images is predicted with the statistics
-of the stream so far, and of the source before there are enough images in them; those of mgtta+ have other shares (see
-models/blended.py). The update normalises by the images that were gathered. Only there are statistics collected from
-small batches: layer by layer, each behind layers that normalise by the same images. Statistics of layers behind others
-that normalise otherwise do not fit together.
+of the stream so far, and of the source before there are enough images in them. The update normalises by the images that
+were gathered. Only there are statistics collected from small batches: layer by layer, each behind layers that normalise
+by the same images. Statistics of layers behind others that normalise otherwise do not fit together.
+
+Layers that blend statistics, those of mgtta+ on ResNets, predict few images one by one (models/blended.py). They learn
+from them in the same way: what is learned under other statistics does harm under these.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,13 +28,13 @@ from mgtta.adaptation.method import Method
 from mgtta.adaptation.shift import Arriving
 from mgtta.adaptation.step import Pass
 from mgtta.adaptation.wrapper import Wrapper
-from mgtta.models.blended import FEW_SOURCE_SHARE
 from mgtta.models.classifier import Classifier
 from mgtta.models.hooks import has_set_forward
-from mgtta.models.statistics import StreamStatistics
+from mgtta.models.statistics import StreamStatistics, running_statistics
 
 FEW_IMAGES = 16  # under which the own statistics of a batch are too poor to normalise by
 PRIOR_IMAGES = 16  # for which the source's statistics count among those of the stream
+BY_IMAGE_RATE = 0.3  # of the learning rate, where images are normalised one by one
 
 
 class Gathered(Wrapper):
@@ -52,6 +54,7 @@ class Gathered(Wrapper):
     _kept: list[Tensor]
     _tried: list[Tensor]  # learned from before it was known whether the last of them was finite
     _total: Arriving  # sum of the absolute logits of the last batch
+    _few_came: bool  # whether the last images came fewer than FEW_IMAGES at a time
 
     def __init__(self, method: Method, images: int):
         name = spelled(method.name)
@@ -59,6 +62,8 @@ class Gathered(Wrapper):
             raise ValueError(f"{name} does not learn by gradients, so it has no use for gather: leave it out")
         super().__init__(method)
         self.images = images
+        layers = [layer for _, layer in self._batch_norms()]
+        self._blends = bool(layers) and all(map(has_set_forward, layers))
         self.begin()
 
     @property
@@ -111,7 +116,7 @@ class Gathered(Wrapper):
             self._tried = tried
             self._total = total
         with self.engine.apart(together):
-            self.method.step(together, observe=False, collect=collect)
+            self._learn(together, collect)
 
     def _settle(self) -> None:
         """Drop the last batch, and count it as skipped, if its logits were not finite."""
@@ -127,11 +132,22 @@ class Gathered(Wrapper):
         self.engine.skipped += 1
 
     def learn(self, x: Tensor) -> Pass:
-        return self.method.step(x, observe=False, collect=True)
+        return self._learn(x, self._few_came)
+
+    def _learn(self, x: Tensor, few: bool) -> Pass:
+        """Learn from images that were predicted before.
+
+        Args:
+            few: they came fewer than FEW_IMAGES at a time, so that BatchNorm layers have not seen them together.
+        """
+        if not (few and self._blends):
+            return self.method.step(x, observe=False, collect=few)
+        with self._by_image(), self._slower():
+            return self.method.step(x, observe=False, collect=False)
 
     def predict(self, x: Tensor) -> Tensor:
         self.model.check(x)
-        with self._stream_statistics(len(x)):
+        with self._normalising(len(x)):
             return self.method.predict(x)
 
     def warm_up(self, x: Tensor) -> None:
@@ -140,8 +156,9 @@ class Gathered(Wrapper):
         if batches == 1:
             self.method.warm_up(x)
             return
-        self.method.warm_up(x, learn=False)
-        self.method.warm_up(x.repeat(batches, *(1 for _ in x.shape[1:])), learn=True, observe=False)
+        with self._by_image() if self._blends and self._poor(len(x)) else nullcontext():
+            self.method.warm_up(x, learn=False)
+            self.method.warm_up(x.repeat(batches, *(1 for _ in x.shape[1:])), learn=True, observe=False)
 
     def own(self) -> dict[str, Any]:
         return {"kept": [x.clone() for x in self.kept]}
@@ -169,10 +186,12 @@ class Gathered(Wrapper):
         self._kept = []
         self._tried = []
         self._total = Arriving()
+        self._few_came = True
 
     def _predict(self, x: Tensor) -> Pass:
-        with self._stream_statistics(len(x)):
-            return self.method.step(x, learn=False, collect=not self._poor(len(x)))
+        self._few_came = self._poor(len(x))
+        with self._normalising(len(x)):
+            return self.method.step(x, learn=False, collect=not self._few_came)
 
     def _together(self) -> Tensor:
         """Return the kept images in one batch: those of the most frequent shape and dtype."""
@@ -187,60 +206,73 @@ class Gathered(Wrapper):
         """Return whether n images are too few for BatchNorm layers, if there are any."""
         return self.method.statistics is not None and n < FEW_IMAGES
 
+    def _normalising(self, n: int) -> AbstractContextManager[None]:
+        """Return a block in which BatchNorm layers normalise n images as suits so many."""
+        if not self._poor(n):
+            return nullcontext()
+        return self._by_image() if self._blends else self._stream_statistics()
+
     @contextmanager
-    def _stream_statistics(self, n: int) -> Iterator[None]:
-        """Let BatchNorm layers normalise a batch of n images by the stream's statistics within the block."""
-        statistics = self.method.statistics
-        if statistics is None or not self._poor(n):
-            yield
-            return
-        before = [(layer, layer.running_mean, layer.running_var) for _, layer in self._batch_norms()]
-        handles = []
-        for i, layer in self._batch_norms():
-            source_share = max(self.model.source_share, FEW_SOURCE_SHARE) if has_set_forward(layer) else 0.0
-            layer.running_mean, layer.running_var = blended(statistics, i, layer, source_share)
-            handles.append(layer.register_forward_pre_hook(_use_running))
-        by_modules = self.engine.by_modules
-        self.engine.by_modules = True
+    def _by_image(self) -> Iterator[None]:
+        self.engine.by_image = True
         try:
             yield
         finally:
+            self.engine.by_image = False
+
+    @contextmanager
+    def _slower(self) -> Iterator[None]:
+        """Let the optimizer take smaller steps within the block."""
+        assert self.optimizer is not None
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group, lr in zip(groups, rates, strict=True):
+            group["lr"] = BY_IMAGE_RATE * lr
+        try:
+            yield
+        finally:
+            for group, lr in zip(groups, rates, strict=True):
+                group["lr"] = lr
+
+    @contextmanager
+    def _stream_statistics(self) -> Iterator[None]:
+        """Let BatchNorm layers normalise by the stream's statistics within the block."""
+        statistics = self.method.statistics
+        assert statistics is not None
+        layers = [layer for _, layer in self._batch_norms()]
+        before = [(layer, layer.running_mean, layer.running_var) for layer in layers]
+        for i, layer in self._batch_norms():
+            layer.running_mean, layer.running_var = blended(statistics, i, layer)
+        by_modules = self.engine.by_modules
+        self.engine.by_modules = True
+        try:
+            with running_statistics(layers):
+                yield
+        finally:
             self.engine.by_modules = by_modules
-            for handle in handles:
-                handle.remove()
             for layer, mean, var in before:
                 layer.running_mean = mean
                 layer.running_var = var
-                layer.training = True
 
     def _batch_norms(self) -> Iterator[tuple[int, _BatchNorm]]:
         """Yield number and layer of all statistics, in the adapting network and in copies of it such as a teacher."""
-        assert self.method.statistics is not None
+        names = [] if self.method.statistics is None else self.method.statistics.layers
         for model in self.method.modules():
             if isinstance(model, Classifier):
-                for i, name in enumerate(self.method.statistics.layers):
+                for i, name in enumerate(names):
                     layer = model.net.get_submodule(name)
                     assert isinstance(layer, _BatchNorm)
                     yield i, layer
 
 
-def blended(statistics: StreamStatistics, i: int, layer: nn.Module, source_share: float = 0.0) -> tuple[Tensor, Tensor]:
+def blended(statistics: StreamStatistics, i: int, layer: nn.Module) -> tuple[Tensor, Tensor]:
     """Return mean and variance (C,) of the stream for layer i, with the source's as if of PRIOR_IMAGES images.
 
     As in Schneider et al., "Improving robustness against common corruptions by covariate shift adaptation" (2020).
-
-    Args:
-        source_share: that the source's statistics have however many images there are; see models/blended.py.
     """
-    share = (1 - source_share) * statistics.images[i] / (statistics.images[i] + PRIOR_IMAGES)
     source_mean = layer.get_buffer("running_mean")
     source_var = layer.get_buffer("running_var")
     mean = statistics.get_buffer(f"mean_{i}").to(source_mean)
     var = statistics.get_buffer(f"var_{i}").to(source_var)
-    share = share.to(source_mean)
+    share = (statistics.images[i] / (statistics.images[i] + PRIOR_IMAGES)).to(source_mean)
     return torch.lerp(source_mean, mean, share), torch.lerp(source_var, var, share)
-
-
-def _use_running(layer: nn.Module, _inputs: tuple[Tensor, ...]) -> None:
-    """Normalise by the running statistics: called after the hook that asks for those of the batch."""
-    layer.training = False

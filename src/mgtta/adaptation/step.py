@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from mgtta.models.statistics import image_by_image
+
 if TYPE_CHECKING:
     from mgtta.adaptation.method import Method
 
@@ -32,6 +34,7 @@ class Engine(Protocol):
     precision: str
     leaves_out: bool  # True: an update that is not finite is left out and counted without a wait for the GPU
     by_modules: bool  # True: only predict, module by module, as the hooks and statistics in the network stand
+    by_image: bool  # True: BatchNorm layers that blend statistics normalise image by image, as models/blended.py says
     updates: int  # since the last reset
     skipped: int  # batches that were predicted but not learned from, because something was not finite
 
@@ -75,12 +78,14 @@ class EagerEngine:
 
     def __init__(self, method: "Method"):
         self.method = method
+        self.by_image = False
         self.updates = 0
         self.skipped = 0
 
     def step(self, x: Tensor, learn: bool, observe: bool, collect: bool) -> Pass:
         method = self.method
-        with torch.set_grad_enabled(learn), _collecting(method, learn, collect):
+        normalising = image_by_image(method.model.net) if self.by_image else nullcontext()
+        with torch.set_grad_enabled(learn), _collecting(method, learn, collect), normalising:
             seen = method.adapt(x) if learn else self.predict(x)
         with torch.no_grad():
             seen = Pass(seen.logits.detach(), [f.detach() for f in seen.features])

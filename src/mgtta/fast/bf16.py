@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from mgtta._lib.timm import timm
 from mgtta.fast.kernels import has_norm_kernel, norm_backward, norm_forward
 from mgtta.fast.mlp import is_plain_mlp, mlp
-from mgtta.models.blended import blended_norm
+from mgtta.models.blended import blended_forward, blended_norm
 from mgtta.models.classifier import Classifier
 from mgtta.models.head import logits_of
-from mgtta.models.hooks import own_hook, set_forward
-from mgtta.models.norms import blocks_of, dotted, norm_layers
+from mgtta.models.hooks import has_set_forward, own_hook, set_forward
+from mgtta.models.norms import batch_norms, blocks_of, dotted, norm_layers
 from mgtta.models.statistics import BatchMoments, StreamStatistics, has_variance
 
 PLAIN_NORMS = (nn.LayerNorm, timm.layers.LayerNorm, timm.layers.LayerNorm2d)
@@ -114,9 +114,12 @@ class Hooked:
         self.model = copy.deepcopy(model, shared)
         self.recompute = recompute
         self.collecting = False
+        self.by_image = False  # layers that blend statistics normalise image by image
         self.collected: dict[int, int] = {}  # BatchNorm layers of the present pass -> values of a channel
         self.room: list[BatchMoments] = []  # where BatchNorm layers leave mean and unbiased variance of a batch
         self.statistics = statistics
+        for layer in filter(has_set_forward, batch_norms(self.model.net)):
+            layer.register_forward_pre_hook(self._one_by_one)
         if statistics is not None:
             self._follow(statistics)
         self.reader = self.model.reader() if reads_features else None
@@ -154,7 +157,7 @@ class Hooked:
     def _normalised(self, i: int, layer: Any, x: Tensor) -> Tensor:
         """Return what a BatchNorm layer does, and follow the statistics that it has computed anyway."""
         if not layer.training or not has_variance(x):
-            return _BatchNorm.forward(layer, x)
+            return blended_forward(layer, x, self.model.source_share) if self.by_image else _BatchNorm.forward(layer, x)
         mean, var = self.room[i]
         values = x.numel() // x.shape[1]
         if self.collecting:
@@ -169,6 +172,10 @@ class Hooked:
             return _BatchNorm.forward(layer, x)
         momentum = 1.0  # mean and var become those of the batch
         return F.batch_norm(x, mean, var, layer.weight, layer.bias, True, momentum, layer.eps)
+
+    def _one_by_one(self, layer: nn.Module, _inputs: tuple[Tensor, ...]) -> None:
+        if self.by_image:
+            layer.training = False
 
     def begin(self) -> None:
         """Prepare for a pass: forget what was left of the last one, which may not be finite."""

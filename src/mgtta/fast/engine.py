@@ -65,6 +65,7 @@ class FastEngine:
         self.compiles = True
         self.captures = True
         self.by_modules = False  # run the network module by module, as its hooks and statistics stand; only predict
+        self.by_image = False
         self.network: ViT | Hooked | None = None
         self.flat: FlatStep | None = None
         self.seen: Counter[Any] = Counter()
@@ -154,7 +155,7 @@ class FastEngine:
             self._lay_out(x)
             self._take_in()
             self.pending = True
-        part = Part(learn, observe and self.answers, collect and method.statistics is not None)
+        part = Part(learn, observe and self.answers, collect and method.statistics is not None, self.by_image)
         with torch.inference_mode(False), torch.set_grad_enabled(learn):
             return self._run(part, x, now)
 
@@ -174,7 +175,7 @@ class FastEngine:
         return type(self.method).answer is not ObjectiveMethod.answer
 
     def _step(self, part: "Part", x: Tensor, how: How) -> Pass:
-        seen = self._look(x, how, part.collect)
+        seen = self._look(x, how, part.collect, part.by_image)
         if part.learn:
             self._learn(seen, how)
         seen = Pass(seen.logits.detach(), [f.detach() for f in seen.features])
@@ -189,9 +190,10 @@ class FastEngine:
         grads = torch.autograd.grad(loss, self.flat.params)
         how(_update)(self.method, self.flat, grads, seen.logits.detach(), [f.detach() for f in seen.features], loss)
 
-    def _look(self, x: Tensor, how: How, collect: bool = False) -> Pass:
+    def _look(self, x: Tensor, how: How, collect: bool = False, by_image: bool = False) -> Pass:
         network = self._net()
         network.collecting = collect
+        network.by_image = by_image
         logits, features = network(x, how, self.method.views)
         return Pass(self.method.merge(logits), features)
 
@@ -421,6 +423,7 @@ class Part(NamedTuple):
     learn: bool
     observe: bool
     collect: bool
+    by_image: bool
 
 
 # --- what is compiled, besides the network

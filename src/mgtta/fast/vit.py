@@ -51,6 +51,7 @@ class ViT:
         self.model = model
         self.recompute = recompute
         self.collecting = False  # there are no BatchNorm layers
+        self.by_image = False
         self.net = cast(Any, model.net)
         self.pool = self.net.num_prefix_tokens if self.net.global_pool == "avg" else None
         self.keep = FLOAT8 if _has_float8(self.net.head.weight.device) else None  # dtype of normalised inputs

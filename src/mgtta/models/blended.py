@@ -4,8 +4,8 @@ A batch of a few dozen images has poor statistics, and one that mixes kinds of s
 them. The source's are known well. A blend of both is better than either: Schneider et al., "Improving robustness
 against common corruptions by covariate shift adaptation" (NeurIPS 2020).
 
-Few images have no statistics of a batch. They are normalised by the source's, a little of the stream's so far, which
-may be those of another domain, and a little of each image's own: its places are many, and of its own domain.
+Few images have no statistics of a batch. Each is normalised by the source's statistics and a little of its own: its
+places are many, and of its own domain.
 
 Notation    x (N, C, ...); m, v (C,) its mean and biased variance; a the source's share; P values of a channel
             M = (1 - a) m + a m_S;  V = (1 - a) v + a v_S;  r = 1 / sqrt(V + eps);  y = w r (x - M) + b
@@ -20,8 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mgtta._lib.timm import timm
 
-FEW_SOURCE_SHARE = 0.8  # of the source's statistics where few images are predicted; the rest are the stream's
-OWN_SHARE = 0.07  # of an image's own statistics there
+OWN_SHARE = 0.07  # of an image's own statistics, where few images come at a time; the rest are the source's
 
 
 class Normalised(NamedTuple):

@@ -3,7 +3,7 @@
 Shapes: N images, C channels.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mgtta.models.blended import blended_forward, can_blend
-from mgtta.models.hooks import has_hook, own_hook, remove_hook, set_forward, unset_forward
+from mgtta.models.hooks import has_hook, has_set_forward, own_hook, remove_hook, set_forward, unset_forward
 from mgtta.models.norms import batch_norms
 
 MOMENTUM = 0.1  # share of a batch of MOMENTUM_IMAGES in the stream's statistics
@@ -51,6 +51,32 @@ def use_running_statistics(net: nn.Module) -> None:
 def _batch_statistics_where_defined(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     """Take the running statistics where a batch has only one value per channel, which has no variance."""
     layer.training = has_variance(inputs[0]) or getattr(layer, "running_mean", None) is None
+
+
+@contextmanager
+def image_by_image(net: nn.Module) -> Iterator[None]:
+    """Let blended layers normalise each image by the source's statistics and its own, within the block."""
+    layers = [layer for layer in batch_norms(net) if has_set_forward(layer)]
+    with running_statistics(layers):
+        yield
+
+
+@contextmanager
+def running_statistics(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Let BatchNorm layers that use batch statistics normalise by their running ones, within the block."""
+    handles = [layer.register_forward_pre_hook(_use_running) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for layer in layers:
+            layer.training = True
+
+
+def _use_running(layer: nn.Module, _inputs: tuple[Tensor, ...]) -> None:
+    """Normalise by the running statistics: called after the hook that asks for those of the batch."""
+    layer.training = False
 
 
 def has_variance(x: Tensor) -> bool:
