@@ -2,10 +2,10 @@
 
     python benchmarks/trials.py results/research/batchnorm docs/research.md
 
-writes three tables: settings of mgtta+ on networks with BatchNorm, by what single images are normalised there, and
-smaller steps while a domain stays (`calm`), which were taken back. Each line of the folder's trials.jsonl is the top-1
-of a method at some settings on one kind of stream, each of single.jsonl that of single images, with shares of
-statistics.
+writes four tables: settings of mgtta+ on networks with BatchNorm, by what single images are normalised there and how
+they are learned from, and smaller steps while a domain stays (`calm`), which were taken back. Each line of the folder's
+trials.jsonl is the top-1 of a method at some settings on one kind of stream, each of single.jsonl that of single
+images, with shares of statistics, and each of learned.jsonl that of single images with learning.
 """
 
 import argparse
@@ -73,17 +73,37 @@ def single(records: list[Record]) -> str:
     return table(["network", "images of each corruption", "stream's share", "own share", "top-1, %"], rows, right=True)
 
 
+def learned(records: list[Record]) -> str:
+    """Return top-1 of single images by how they are learned from."""
+    rows = [
+        [
+            f"{NETWORKS[r['network']].words}, order {r['seed']}",
+            str(r["images"]),
+            spelled(r["method"]),
+            r["learning"],
+            f"{r['stream']:g}",
+            f"{r['own']:g}",
+            f"{r['lr']:g}",
+            f"{r['top1']:.1f}",
+        ]
+        for r in records
+    ]
+    head = ["network", "images of each corruption", "method", "learning", "stream", "own share", "rate", "top-1, %"]
+    return table(head, rows, right=True)
+
+
 def with_tables(page: str, folder: Path) -> str:
     """Return the page with all tables between their marks."""
     trials = read_lines(folder / "trials.jsonl")
     page = between(page, "batchnorm", batchnorm(trials))
     page = between(page, "single", single(read_lines(folder / "single.jsonl")))
+    page = between(page, "learned", learned(read_lines(folder / "learned.jsonl")))
     return between(page, "calm", calm(trials))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of trials.jsonl and single.jsonl")
+    parser.add_argument("folder", type=Path, help="of trials.jsonl, single.jsonl and learned.jsonl")
     parser.add_argument("page", type=Path, help="it has marks such as batchnorm:start around each table")
     args = parser.parse_args()
     text = with_tables(args.page.read_text(), args.folder)

@@ -10,7 +10,7 @@ from torch import nn
 
 import mgtta
 from mgtta._lib.timm import timm
-from mgtta.adaptation.gathered import BY_IMAGE_RATE
+from mgtta.adaptation.gathered import BY_IMAGE_RATE, come_few
 from mgtta.adaptation.wrapper import innermost
 from mgtta.models.blended import OWN_SHARE, blended_norm, can_blend, own_norm
 from mgtta.models.statistics import use_batch_statistics, use_running_statistics
@@ -230,22 +230,70 @@ def test_gathered_images_are_learned_from_as_they_were_predicted():
     assert not innermost(method).statistics.images.any()
 
 
+def moved_by(*calls, **settings):
+    """Return the parameters after calls of a new method, each (images, few) for `learn` or images for a step."""
+    _, method = plus(**BARE, **settings)
+    for call in calls:
+        if isinstance(call, tuple):
+            method.learn(*call)
+        else:
+            method(call)
+    assert method.updates == 1
+    return torch.cat([value.flatten() for value in innermost(method).adapted.values()]).detach()
+
+
 def test_images_that_were_only_predicted_are_learned_from_as_they_came():
     """As the service does: it predicts, and learns later, by `learn`."""
-    _, method = plus(**BARE)
-    _, gathering = plus(**BARE)
+    x = images(16)
+    gathered = moved_by(*x.split(1))
+    torch.testing.assert_close(moved_by((x, True)), gathered)
+    torch.testing.assert_close(moved_by((x,)), moved_by(x))  # as a batch
+    assert not torch.allclose(moved_by((x,)), gathered)
+
+
+def test_most_images_decide_how_all_are_learned_from():
+    x = images(33)
+    torch.testing.assert_close(moved_by(x[:1], x[1:]), moved_by((x, False)))
+    torch.testing.assert_close(moved_by(*x[:17].split(1), gather=17), moved_by((x[:17], True), gather=17))
+    assert come_few([x[:1], x[1:17]]) is False
+    assert come_few([x[:15], x[15:30]]) is True
+
+
+def test_networks_without_batchnorm_learn_from_single_images_at_the_whole_rate():
+    model = mgtta.load_model(convnet("group"))
+    source = mgtta.source_statistics(model, images(32, seed=9))
+    method, twin = (mgtta.create("mgtta+", model, source=source, recall=0, mirror=False) for _ in range(2))
     x = images(16)
     for one in x.split(1):
-        method.step(one, learn=False)
-        gathering(one)
-    method.learn(x)
-    theirs = dict(innermost(gathering).adapted)
-    for name, value in innermost(method).adapted.items():
-        torch.testing.assert_close(value, theirs[name])
-    _, batched = plus(**BARE)
-    batched.step(x, learn=False)
-    batched.learn(x)
-    assert any(not torch.allclose(value, theirs[name]) for name, value in innermost(batched).adapted.items())
+        method(one)
+    twin(x)
+    for a, b in zip(method.adapted.values(), twin.adapted.values(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(("size", "gather"), [(1, 16), (8, 8), (12, 24), (32, 16), (32, 64)])
+def test_warm_up_prepares_for_the_steps_that_come(size, gather):
+    torch.manual_seed(0)
+    model = mgtta.load_model(timm.create_model("resnet10t", num_classes=5))
+    source = mgtta.source_statistics(model, images(16, seed=9))
+    method = mgtta.create("mgtta+", model, source=source, recall=0, precision="bf16", gather=gather)
+    method.warm_up(images(size))
+    engine = innermost(method).engine
+    warmed = set(engine.seen)
+    engine.seen.clear()
+    for _ in range(-(-gather // size)):
+        method(images(size))
+    assert method.updates == 1
+    assert set(engine.seen) <= warmed
+
+
+@pytest.mark.parametrize("n", [3, 32])
+def test_a_guard_asks_the_source_under_the_statistics_of_the_method(n):
+    """So that nothing but what was learned makes a difference; at first nothing was."""
+    _, method = plus(**BARE, guard=True)
+    x = images(n)
+    asked, _ = method.reference.ask(x, torch.arange(n))
+    torch.testing.assert_close(asked, method.method.predict(x))
 
 
 def test_an_export_after_single_images_has_the_statistics_of_the_source():
@@ -259,15 +307,17 @@ def test_an_export_after_single_images_has_the_statistics_of_the_source():
     assert all(torch.equal(value, running[name]) for name, value in exported.items())
 
 
-def test_with_a_layer_that_is_not_blended_single_images_have_the_statistics_of_the_stream():
+def test_with_a_layer_that_is_not_blended_single_images_have_its_source_statistics():
     net = convnet("batch")
     net[1] = Doubled(8)
     model = mgtta.load_model(net)
     source = mgtta.source_statistics(model, images(32, seed=9))
-    method = mgtta.create("mgtta+", model, source=source, recall=0, mirror=False)
+    method = mgtta.create("mgtta+", model, source=source, recall=0, lr=0.0, **BARE)
+    expected = copy.deepcopy(model)
+    expected.net[4].forward = partial(own_norm, layer=expected.net[4])
     for one in images(16).split(1):
-        method(one)
-    assert (innermost(method).statistics.images == 16).all()
+        torch.testing.assert_close(method(one), expected(one))
+    assert not innermost(method).statistics.images.any()
 
 
 @pytest.mark.parametrize("name", ["resnet10t", "test_efficientnet"])

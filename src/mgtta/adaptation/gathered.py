@@ -9,13 +9,13 @@ of the stream so far, and of the source before there are enough images in them. 
 were gathered. Only there are statistics collected from small batches: layer by layer, each behind layers that normalise
 by the same images. Statistics of layers behind others that normalise otherwise do not fit together.
 
-Layers that blend statistics, those of mgtta+ on ResNets, predict few images one by one (models/blended.py). They learn
-from them in the same way: what is learned under other statistics does harm under these.
+A network that blends statistics, that of mgtta+ on ResNets, predicts few images one by one (models/blended.py). It
+learns from them in the same way: what is learned under other statistics does harm under these.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -26,10 +26,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mgtta._lib.names import spelled
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.shift import Arriving
-from mgtta.adaptation.step import Pass
+from mgtta.adaptation.step import Pass, scaled_rates
 from mgtta.adaptation.wrapper import Wrapper
 from mgtta.models.classifier import Classifier
-from mgtta.models.hooks import has_set_forward
 from mgtta.models.statistics import StreamStatistics, running_statistics
 
 FEW_IMAGES = 16  # under which the own statistics of a batch are too poor to normalise by
@@ -54,7 +53,6 @@ class Gathered(Wrapper):
     _kept: list[Tensor]
     _tried: list[Tensor]  # learned from before it was known whether the last of them was finite
     _total: Arriving  # sum of the absolute logits of the last batch
-    _few_came: bool  # whether the last images came fewer than FEW_IMAGES at a time
 
     def __init__(self, method: Method, images: int):
         name = spelled(method.name)
@@ -62,8 +60,6 @@ class Gathered(Wrapper):
             raise ValueError(f"{name} does not learn by gradients, so it has no use for gather: leave it out")
         super().__init__(method)
         self.images = images
-        layers = [layer for _, layer in self._batch_norms()]
-        self._blends = bool(layers) and all(map(has_set_forward, layers))
         self.begin()
 
     @property
@@ -107,8 +103,8 @@ class Gathered(Wrapper):
             [found] = self.ranks.total([self.waiting])
             if found < expected:
                 return
-        together = self._together()
-        collect = any(self._poor(len(each)) for each in self._kept)
+        alike = self._alike()
+        together = torch.cat([x.to(alike[0].device) for x in alike])
         tried = self._kept
         total = self._total
         self.begin()
@@ -116,7 +112,7 @@ class Gathered(Wrapper):
             self._tried = tried
             self._total = total
         with self.engine.apart(together):
-            self._learn(together, collect)
+            self.learn(together, come_few(alike))
 
     def _settle(self) -> None:
         """Drop the last batch, and count it as skipped, if its logits were not finite."""
@@ -131,18 +127,11 @@ class Gathered(Wrapper):
         self._kept.pop()
         self.engine.skipped += 1
 
-    def learn(self, x: Tensor) -> Pass:
-        return self._learn(x, self._few_came)
-
-    def _learn(self, x: Tensor, few: bool) -> Pass:
-        """Learn from images that were predicted before.
-
-        Args:
-            few: they came fewer than FEW_IMAGES at a time, so that BatchNorm layers have not seen them together.
-        """
-        if not (few and self._blends):
+    def learn(self, x: Tensor, few: bool = False) -> Pass:
+        if not few or not self._blends:
             return self.method.step(x, observe=False, collect=few)
-        with self._by_image(), self._slower():
+        assert self.optimizer is not None
+        with self._by_image(), scaled_rates(self.optimizer, BY_IMAGE_RATE):
             return self.method.step(x, observe=False, collect=False)
 
     def predict(self, x: Tensor) -> Tensor:
@@ -153,12 +142,15 @@ class Gathered(Wrapper):
     def warm_up(self, x: Tensor) -> None:
         """Compile for batches of x's shape, and for the batch in which so many of them are learned from."""
         batches = math.ceil(self.images / len(x))
-        if batches == 1:
+        few = self._poor(len(x))
+        if batches == 1 and not few:
             self.method.warm_up(x)
             return
-        with self._by_image() if self._blends and self._poor(len(x)) else nullcontext():
-            self.method.warm_up(x, learn=False)
-            self.method.warm_up(x.repeat(batches, *(1 for _ in x.shape[1:])), learn=True, observe=False)
+        with self._normalising(len(x)):
+            self.method.warm_up(x, learn=False, collect=not few)
+        with self._by_image() if few and self._blends else nullcontext():
+            together = x.repeat(batches, *(1 for _ in x.shape[1:]))
+            self.method.warm_up(together, learn=True, observe=False, collect=few and not self._blends)
 
     def own(self) -> dict[str, Any]:
         return {"kept": [x.clone() for x in self.kept]}
@@ -186,25 +178,27 @@ class Gathered(Wrapper):
         self._kept = []
         self._tried = []
         self._total = Arriving()
-        self._few_came = True
 
     def _predict(self, x: Tensor) -> Pass:
-        self._few_came = self._poor(len(x))
         with self._normalising(len(x)):
-            return self.method.step(x, learn=False, collect=not self._few_came)
+            return self.method.step(x, learn=False, collect=not self._poor(len(x)))
 
-    def _together(self) -> Tensor:
-        """Return the kept images in one batch: those of the most frequent shape and dtype."""
+    def _alike(self) -> list[Tensor]:
+        """Return the kept images of the most frequent shape and dtype, batch by batch."""
         images: Counter[Any] = Counter()
         for x in self._kept:
             images[x.shape[1:], x.dtype] += len(x)
         [(frequent, _)] = images.most_common(1)
-        alike = [x for x in self._kept if (x.shape[1:], x.dtype) == frequent]
-        return torch.cat([x.to(alike[0].device) for x in alike])
+        return [x for x in self._kept if (x.shape[1:], x.dtype) == frequent]
 
     def _poor(self, n: int) -> bool:
         """Return whether n images are too few for BatchNorm layers, if there are any."""
         return self.method.statistics is not None and n < FEW_IMAGES
+
+    @property
+    def _blends(self) -> bool:
+        """True if BatchNorm layers blend statistics, so that few images are predicted one by one."""
+        return self.method.statistics is not None and self.model.source_share > 0
 
     def _normalising(self, n: int) -> AbstractContextManager[None]:
         """Return a block in which BatchNorm layers normalise n images as suits so many."""
@@ -219,20 +213,6 @@ class Gathered(Wrapper):
             yield
         finally:
             self.engine.by_image = False
-
-    @contextmanager
-    def _slower(self) -> Iterator[None]:
-        """Let the optimizer take smaller steps within the block."""
-        assert self.optimizer is not None
-        groups = self.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        for group, lr in zip(groups, rates, strict=True):
-            group["lr"] = BY_IMAGE_RATE * lr
-        try:
-            yield
-        finally:
-            for group, lr in zip(groups, rates, strict=True):
-                group["lr"] = lr
 
     @contextmanager
     def _stream_statistics(self) -> Iterator[None]:
@@ -256,13 +236,19 @@ class Gathered(Wrapper):
 
     def _batch_norms(self) -> Iterator[tuple[int, _BatchNorm]]:
         """Yield number and layer of all statistics, in the adapting network and in copies of it such as a teacher."""
-        names = [] if self.method.statistics is None else self.method.statistics.layers
+        assert self.method.statistics is not None
         for model in self.method.modules():
             if isinstance(model, Classifier):
-                for i, name in enumerate(names):
+                for i, name in enumerate(self.method.statistics.layers):
                     layer = model.net.get_submodule(name)
                     assert isinstance(layer, _BatchNorm)
                     yield i, layer
+
+
+def come_few(batches: Sequence[Tensor]) -> bool:
+    """Return whether most images come in batches of fewer than FEW_IMAGES."""
+    few = sum(len(x) for x in batches if len(x) < FEW_IMAGES)
+    return 2 * few > sum(map(len, batches))
 
 
 def blended(statistics: StreamStatistics, i: int, layer: nn.Module) -> tuple[Tensor, Tensor]:

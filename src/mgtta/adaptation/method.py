@@ -183,8 +183,12 @@ class Method(MethodState, Budgeted):
                 f"{tuple(x.shape)}: take another method, such as tent or mgtta"
             )
 
-    def learn(self, x: Tensor) -> Pass:
-        """Make one update from images that `step` has answered without learning from them: the answer came first."""
+    def learn(self, x: Tensor, few: bool = False) -> Pass:
+        """Make one update from images that `step` has answered without learning from them: the answer came first.
+
+        Args:
+            few: they came few at a time; see adaptation/gathered.py, where it makes a difference.
+        """
         return self.step(x, observe=False)
 
     def export(self) -> nn.Module:
@@ -195,14 +199,15 @@ class Method(MethodState, Budgeted):
         return export_net(self.model, self.adapted, statistics=self.statistics)
 
     @torch.inference_mode(False)
-    def warm_up(self, x: Tensor, learn: bool | None = None, observe: bool = True) -> None:
+    def warm_up(self, x: Tensor, learn: bool | None = None, observe: bool = True, collect: bool = True) -> None:
         """Compile for batches of x's shape now; leaves no trace. On a CPU and in fp32 there is nothing to do.
 
         Args:
             learn: True: for steps that learn; False: for predictions; None: for both.
             observe: False: for images that are learned from after they were predicted and observed.
+            collect: for images that go into the statistics of BatchNorm layers.
         """
         self.remember_start()
         before = self.snapshot()
-        self.engine.warm_up(x, learn, observe)
+        self.engine.warm_up(x, learn, observe, collect)
         load(self, before)

@@ -2,7 +2,8 @@
 
 In networks with BatchNorm most methods normalise by the present batch. That alone changes many predictions, mostly for
 the better. There the source is asked about whole batches and normalises as the method does, so that the two differ only
-by what was learned. In very small batches such statistics are poor, and the source uses its own.
+by what was learned. In very small batches such statistics are poor: the source uses its own, and if the method blends
+statistics a little of each image's, as the method does (models/blended.py).
 """
 
 import copy
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from mgtta.adaptation.gathered import FEW_IMAGES
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import batch_norms
+from mgtta.models.statistics import image_by_image
 
 SAMPLE_IMAGES = 32  # of a batch that are asked about; of a smaller one, all
 MOVED_IMAGES = 8  # which the source also sees moved
@@ -68,9 +70,16 @@ class Reference(nn.Module):
         pixels = max(round(x.shape[-1] / MOVED), 1)
         moved = few.roll((pixels, pixels), (-2, -1))
         if self.unlearned is None or not self.by_batch(len(x)):
-            asked, again = self.source(torch.cat([chosen, moved])).split([len(chosen), len(few)])
+            asked, again = self._one_by_one(torch.cat([chosen, moved])).split([len(chosen), len(few)])
             still = asked[: len(few)]
         else:  # nothing may be added to the batch
             asked = self.unlearned(chosen)
             still, again = self.source(torch.cat([few, moved])).chunk(2)
         return asked, still.argmax(-1) == again.argmax(-1)
+
+    def _one_by_one(self, x: Tensor) -> Tensor:
+        """Return logits (n, C) that do not depend on the other images of x."""
+        if self.unlearned is None or not self.unlearned.source_share:
+            return self.source(x)
+        with image_by_image(self.unlearned.net):
+            return self.unlearned(x)

@@ -199,11 +199,11 @@ class Scheduled(Wrapper):
     def learning(self) -> bool:
         return self.method.learning and self.schedule.due
 
-    def learn(self, x: Tensor) -> Pass:
+    def learn(self, x: Tensor, few: bool = False) -> Pass:
         if self.paused or self.spent:
-            return self.method.learn(x)
+            return self.method.learn(x, few)
         before = self.updates
-        seen = self.method.learn(x)
+        seen = self.method.learn(x, few)
         self._note(seen, True, before)
         return seen
 

@@ -6,12 +6,13 @@ same step with frozen weights in bfloat16, captured on a GPU.
 Shapes: N images, C classes, d_i features of layer i.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from mgtta.models.statistics import image_by_image
 
@@ -34,7 +35,7 @@ class Engine(Protocol):
     precision: str
     leaves_out: bool  # True: an update that is not finite is left out and counted without a wait for the GPU
     by_modules: bool  # True: only predict, module by module, as the hooks and statistics in the network stand
-    by_image: bool  # True: BatchNorm layers that blend statistics normalise image by image, as models/blended.py says
+    by_image: bool  # True: a network that blends statistics normalises image by image, as models/blended.py says
     updates: int  # since the last reset
     skipped: int  # batches that were predicted but not learned from, because something was not finite
 
@@ -51,7 +52,7 @@ class Engine(Protocol):
     def adapt(self, x: Tensor) -> Pass:
         """Predict x, then make one update or count a skip."""
 
-    def warm_up(self, x: Tensor, learn: bool | None = None, observe: bool = True) -> None:
+    def warm_up(self, x: Tensor, learn: bool | None = None, observe: bool = True, collect: bool = True) -> None:
         """Prepare for batches of this shape; may change the method's state. The arguments: Method.warm_up."""
 
     def replayed(self, function: Callable[[Tensor], Tensor], x: Tensor, now: bool = False) -> Tensor:
@@ -132,19 +133,15 @@ class EagerEngine:
         params: list[Tensor] = list(method.adapted.values())
         for p, grad in zip(params, grads, strict=True):
             p.grad = grad
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for group, lr in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = lr * pace(self.updates, method.decay)
-        optimizer.step()
-        for group, lr in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = lr
+        with scaled_rates(optimizer, pace(self.updates, method.decay)):
+            optimizer.step()
         optimizer.zero_grad()
         if method.pull:
             with torch.no_grad():
                 torch._foreach_lerp_(params, list(method.origin), method.pull)
         self.updates += 1
 
-    def warm_up(self, x: Tensor, learn: bool | None = None, observe: bool = True) -> None:
+    def warm_up(self, x: Tensor, learn: bool | None = None, observe: bool = True, collect: bool = True) -> None:
         """Do nothing: there is nothing to compile."""
 
     def replayed(self, function: Callable[[Tensor], Tensor], x: Tensor, now: bool = False) -> Tensor:
@@ -160,6 +157,19 @@ class EagerEngine:
 def pace(updates: Number, decay: float) -> Number:
     """Return the factor on the learning rate after so many updates: 1 / sqrt(1 + updates / decay)."""
     return (1 + updates / decay) ** -0.5
+
+
+@contextmanager
+def scaled_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Multiply the optimizer's learning rates by the factor, within the block."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = factor * lr
+    try:
+        yield
+    finally:
+        for group, lr in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = lr
 
 
 def _collecting(method: "Method", learn: bool, collect: bool) -> AbstractContextManager[None]:

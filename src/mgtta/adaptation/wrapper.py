@@ -59,9 +59,13 @@ class Wrapper(Saved):
         """Return the logits (N, C) of x from before its update, detached; then update."""
         return self.step(x).logits
 
-    def learn(self, x: Tensor) -> Pass:
-        """Make one update from images that `step` has answered without learning from them: the answer came first."""
-        return self.method.learn(x)
+    def learn(self, x: Tensor, few: bool = False) -> Pass:
+        """Make one update from images that `step` has answered without learning from them: the answer came first.
+
+        Args:
+            few: they came few at a time; see adaptation/gathered.py, where it makes a difference.
+        """
+        return self.method.learn(x, few)
 
     def predict(self, x: Tensor) -> Tensor:
         """Return the logits of x as the method stands: no update, no counting, no graph."""

@@ -22,9 +22,9 @@ from mgtta.fast.mlp import is_plain_mlp, mlp
 from mgtta.models.blended import blended_forward, blended_norm
 from mgtta.models.classifier import Classifier
 from mgtta.models.head import logits_of
-from mgtta.models.hooks import has_set_forward, own_hook, set_forward
-from mgtta.models.norms import batch_norms, blocks_of, dotted, norm_layers
-from mgtta.models.statistics import BatchMoments, StreamStatistics, has_variance
+from mgtta.models.hooks import own_hook, set_forward
+from mgtta.models.norms import blocks_of, dotted, norm_layers
+from mgtta.models.statistics import BatchMoments, StreamStatistics, has_variance, with_running_statistics
 
 PLAIN_NORMS = (nn.LayerNorm, timm.layers.LayerNorm, timm.layers.LayerNorm2d)
 Views = Callable[[Tensor], Tensor]  # images -> those that go through the network
@@ -114,11 +114,11 @@ class Hooked:
         self.model = copy.deepcopy(model, shared)
         self.recompute = recompute
         self.collecting = False
-        self.by_image = False  # layers that blend statistics normalise image by image
+        self.by_image = False  # BatchNorm layers normalise image by image: see models/blended.py
         self.collected: dict[int, int] = {}  # BatchNorm layers of the present pass -> values of a channel
         self.room: list[BatchMoments] = []  # where BatchNorm layers leave mean and unbiased variance of a batch
         self.statistics = statistics
-        for layer in filter(has_set_forward, batch_norms(self.model.net)):
+        for layer in with_running_statistics(self.model.net):
             layer.register_forward_pre_hook(self._one_by_one)
         if statistics is not None:
             self._follow(statistics)
@@ -157,7 +157,7 @@ class Hooked:
     def _normalised(self, i: int, layer: Any, x: Tensor) -> Tensor:
         """Return what a BatchNorm layer does, and follow the statistics that it has computed anyway."""
         if not layer.training or not has_variance(x):
-            return blended_forward(layer, x, self.model.source_share) if self.by_image else _BatchNorm.forward(layer, x)
+            return blended_forward(layer, x, self.model.source_share)
         mean, var = self.room[i]
         values = x.numel() // x.shape[1]
         if self.collecting:

@@ -165,9 +165,9 @@ class FastEngine:
     def adapt(self, x: Tensor) -> Pass:
         return self.step(x, learn=True, observe=False, collect=False)
 
-    def warm_up(self, x: Tensor, learn: bool | None = None, observe: bool = True) -> None:
+    def warm_up(self, x: Tensor, learn: bool | None = None, observe: bool = True, collect: bool = True) -> None:
         for kind in (False, True) if learn is None else (learn,):
-            self.step(x, kind, observe, True, now=True)
+            self.step(x, kind, observe, collect, now=True)
 
     @property
     def answers(self) -> bool:

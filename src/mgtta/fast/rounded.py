@@ -32,7 +32,7 @@ class RoundedEngine(EagerEngine):
         with self._passes().used(len(x)):
             return super().step(x, learn, observe, collect)
 
-    def warm_up(self, x: Tensor, learn: bool | None = None, observe: bool = True) -> None:
+    def warm_up(self, x: Tensor, learn: bool | None = None, observe: bool = True, collect: bool = True) -> None:
         """Capture the passes of a step that learns, on a GPU; a prediction runs as it is."""
         passes = self._passes()
         on_gpu = next(self.method.model.parameters()).device.type == DEVICE

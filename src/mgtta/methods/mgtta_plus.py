@@ -40,7 +40,7 @@ RESNETS = {"lr": 1e-2, "source_share": 0.3}  # docs/research.md
     rate_at=constant_rate,
     resnets=RESNETS,
     options=OPTIONS,
-    revision=6,
+    revision=7,
     passes=(2, 2),
 )
 class MGTTAPlus(MGTTA):
@@ -55,7 +55,8 @@ class MGTTAPlus(MGTTA):
     class_mix: what comes of classes that are more frequent than usual does not count as a shift, if the source
     statistics tell how features follow classes; older ones do not.
     source_share: of the source's statistics among those that BatchNorm layers normalise by; the rest is the batch's.
-    Batches of fewer than 16 images, with `gather`, have other shares, unless this one is 0 (models/blended.py).
+    Unless it is 0, images that come fewer than 16 at a time, with `gather`, are normalised one by one, by the source's
+    statistics and a little of their own (models/blended.py), and learned from at 0.3 times the rate.
     decay: the learning rate of step t is lr / sqrt(1 + t / decay); by default it does not fall.
     """
 

@@ -12,7 +12,7 @@ register(
     rate_at=constant_rate,
     resnets=RESNETS,
     options=OPTIONS,
-    revision=6,
+    revision=7,
     passes=(2, 2),
 )(MGTTAPlus)
 register(
@@ -23,6 +23,6 @@ register(
     rate_at=constant_rate,
     resnets={"source_share": RESNETS["source_share"]},
     options=OPTIONS,
-    revision=6,
+    revision=7,
     passes=(2, 2),
 )(MGTTAPlus)

@@ -4,7 +4,7 @@ Shapes: N images, C channels.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mgtta.models.blended import blended_forward, can_blend
-from mgtta.models.hooks import has_hook, has_set_forward, own_hook, remove_hook, set_forward, unset_forward
+from mgtta.models.hooks import has_hook, own_hook, remove_hook, set_forward, unset_forward
 from mgtta.models.norms import batch_norms
 
 MOMENTUM = 0.1  # share of a batch of MOMENTUM_IMAGES in the stream's statistics
@@ -53,12 +53,14 @@ def _batch_statistics_where_defined(layer: nn.Module, inputs: tuple[Tensor, ...]
     layer.training = has_variance(inputs[0]) or getattr(layer, "running_mean", None) is None
 
 
-@contextmanager
-def image_by_image(net: nn.Module) -> Iterator[None]:
-    """Let blended layers normalise each image by the source's statistics and its own, within the block."""
-    layers = [layer for layer in batch_norms(net) if has_set_forward(layer)]
-    with running_statistics(layers):
-        yield
+def image_by_image(net: nn.Module) -> AbstractContextManager[None]:
+    """Return a block in which layers normalise each image by the source's statistics, blended ones also by its own."""
+    return running_statistics(with_running_statistics(net))
+
+
+def with_running_statistics(net: nn.Module) -> list[_BatchNorm]:
+    """Return the BatchNorm layers that have statistics of the source."""
+    return [layer for layer in batch_norms(net) if layer.running_mean is not None]
 
 
 @contextmanager

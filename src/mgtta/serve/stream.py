@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from mgtta.adaptation.gathered import Gathered
+from mgtta.adaptation.gathered import Gathered, come_few
 from mgtta.adaptation.guarded import Guarded
 from mgtta.adaptation.recalled import Domains, Recalled
 from mgtta.adaptation.shift import ShiftDetector
@@ -141,11 +141,15 @@ class Stream:
 
     def learn(self) -> None:
         """Make one update from the kept images, at most `update_images` of them."""
-        together = torch.cat(self.kept)
-        self.kept.clear()
-        if len(together) > self.update_images:
-            self.kept.append(together[self.update_images :])
-        self.method.learn(together[: self.update_images])
+        taken: list[Tensor] = []
+        room = self.update_images
+        while self.kept and room:
+            batch = self.kept.pop(0)
+            if len(batch) > room:
+                self.kept.insert(0, batch[room:])
+            taken.append(batch[:room])
+            room -= len(taken[-1])
+        self.method.learn(torch.cat(taken), come_few(taken))
         if not self.method.learning:  # a schedule begins a rest
             self.drop_kept()
         self.unsaved += 1
