@@ -88,7 +88,7 @@ def corrupted(x: Tensor, device: str) -> dict[str, Tensor]:
 def candidates(found: Setting) -> list[Candidate]:
     """Return the candidates of `mgtta tune`, exact on every device."""
     own = []
-    for candidate in tune.default_candidates():
+    for candidate in tune.default_candidates(found.model):
         settings = {**candidate.settings, "precision": "fp32"}
         if candidate.method.startswith("mgtta"):
             settings |= {"generator": found.generator, "source": found.source}

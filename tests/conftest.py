@@ -9,6 +9,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest
 import torch
+from small_bench import character_tree
 from torch import nn
 
 import mgtta
@@ -98,6 +99,11 @@ def random_generator(hidden_size: int = 8, memory: str = "gml", seed: int = 0) -
         for p in generator.parameters():
             p.add_(0.4 * torch.randn_like(p))
     return generator
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return character_tree(tmp_path / "tree")
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,27 @@ assert "torch" not in sys.modules
         assert command in done.stdout
 
 
+def test_without_a_command_it_shows_the_help(run):
+    _, out, err = run()
+    assert "Adapt an image classifier online" in out + err
+
+
+def test_a_convnet_adapts_by_the_defaults(run, folder, tmp_path):
+    """Its head reads other features than its last norm layer gives."""
+    net = mgtta.load_model("test_efficientnet", pretrained=False, num_classes=CLASSES).net
+    save_file(net.state_dict(), tmp_path / "w.safetensors")
+    model = options(
+        model="test_efficientnet", checkpoint=tmp_path / "w.safetensors", num_classes=CLASSES, size=32, device="cpu"
+    )
+    code, _, err = run("source", folder, *model, "--out", tmp_path / "source.safetensors")
+    assert code == 0, err
+    adapt = ("adapt", folder, *model, "--source", tmp_path / "source.safetensors", "--out", tmp_path / "p.csv")
+    for size in (1, 12):
+        code, out, err = run(*adapt, "--batch-size", size, "--set", "gather=6")
+        assert code == 0, err
+        assert f"12 images; {12 // max(size, 6)} update" in out
+
+
 def test_adapt_writes_csv_and_state_and_starts_from_the_state(run, folder, tmp_path):
     common = (
         "adapt",
@@ -413,6 +434,10 @@ def test_adapt_takes_a_file_that_says_which_folder_is_which_class(run, tmp_path)
     assert code == 0, err
     labels = {(row["image"].split("/")[0], row["label"]) for row in csv.DictReader(out.read_text().splitlines())}
     assert labels == {("zebra", "0"), ("ape", str(last))}
+    (tmp_path / "few.txt").write_text("zebra\nape")
+    code, _, err = run(*command, "--classes", tmp_path / "few.txt")
+    assert code == 2
+    assert f"names 2 classes, but the model has {len(CHARACTERS)}: name all" in err
 
 
 def test_adapt_takes_images_by_name_or_shuffled(run, tmp_path):

@@ -6,7 +6,7 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from test_bench import FEW, SMALL, without_timing
+from small_bench import FEW, SMALL, without_timing
 
 from mgtta.bench.cells import Cell
 from mgtta.bench.executors.base import WorkerError

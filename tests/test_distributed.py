@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from baselines import unsure_vit
 from conftest import CLASSES, NETS, images, random_generator, vit
 from PIL import Image
-from test_baselines import unsure_vit
 
 import mgtta
 from mgtta._lib.files import read_tree, write_tree
@@ -105,7 +105,7 @@ def ran(tmp_path_factory, worker_id):
 
 def _start_ranks(folder):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_baselines"])
+    context.set_forkserver_preload(["baselines"])
     processes = [context.Process(target=_member, args=(rank, folder), daemon=True) for rank in range(K)]
     for process in processes:
         process.start()

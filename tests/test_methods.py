@@ -315,6 +315,7 @@ def test_states_that_do_not_fit_change_nothing(model, source, generator):
         mgtta.create("eq7_adam", model, source=source),
         mgtta.create("mgtta_lstm", model, source=source, generator=random_generator(memory="lstm")),
         mgtta.create("mgtta", model, source=source, generator=random_generator(seed=1)),
+        mgtta.create("mgtta", model, gather=8, **mgg),
     ):
         refused(other.state_dict(), "another kind")
         other(images(4))

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import CLASSES, images
+from conftest import CLASSES, convnet, images
 from test_methods import make
 
 import mgtta
@@ -349,3 +349,17 @@ def test_a_sink_whose_package_is_missing_names_it(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
     with pytest.raises(ImportError, match="pip install prometheus-client"):
         Prometheus()
+
+
+def test_drift_of_a_network_whose_head_reads_other_features_than_its_last_norm_layer():
+    model = mgtta.load_model(convnet("batch"))
+    clean = images(32, seed=9)
+    source = mgtta.source_statistics(model, clean)
+    method = mgtta.create("mgtta+", model, source=source)
+    assert method.model.reads_head
+    monitor = mgtta.Monitor(method, source=source, share=1.0)
+    near = monitor(clean, method(clean)).drift
+    for t in range(4):
+        x = images(32, seed=t) ** 4
+        far = monitor(x, method(x)).drift
+    assert near < 0.1 < far

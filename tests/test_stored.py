@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from test_bench import character_tree, without_timing, write_tree
+from small_bench import without_timing, write_tree
 from typer.testing import CliRunner
 
 from mgtta.bench.cells import Cell, Setup
@@ -45,11 +45,6 @@ def assert_same_batches(one, two):
         assert torch.equal(a.y, b.y)
         assert torch.equal(a.index, b.index)
         assert a.domain == b.domain
-
-
-@pytest.fixture
-def tree(tmp_path):
-    return character_tree(tmp_path / "tree")
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import images
+from conftest import convnet, images
 from test_cli import options, run, write_images  # noqa: F401
 
 import mgtta
@@ -15,9 +15,11 @@ from mgtta.methods.registry import recipe
 from mgtta.running.tune import Candidate, Estimate, Tuning, default_candidates, ranked, tune
 
 
-def test_candidates_are_noadapt_and_each_method_at_each_pace():
-    found = default_candidates(["tent", "t3a", "noadapt"], [0.5, 2])
-    lr = recipe("tent").settings["lr"]
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_candidates_are_noadapt_and_each_method_at_each_pace(norm):
+    net = convnet(norm)
+    found = default_candidates(net, ["tent", "t3a", "noadapt"], [0.5, 2])
+    lr = recipe("tent").settings_for(net)["lr"]
     assert [(c.method, c.settings.get("lr")) for c in found] == [
         ("noadapt", None),
         ("tent", 0.5 * lr),

@@ -105,7 +105,8 @@ def read_weights(path: str | os.PathLike) -> dict[str, Any]:
         raise ValueError(
             f"{path} cannot be read as plain weights. Either it is damaged, or it holds Python objects, which "
             "are never unpickled here: in the program that made it, save only a dict of tensors; or, if you trust the "
-            "file, convert it: torch.save(torch.load(FILE, weights_only=False)['state_dict'], 'plain.pth')"
+            "file, convert it: found = torch.load(FILE, weights_only=False), then torch.save(found.state_dict(), "
+            "'plain.pth') for a whole model, or torch.save(found['state_dict'], 'plain.pth') for a dict that has one"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise ValueError(f"{path} holds a {type(state).__name__}; a dict of named tensors was expected")

@@ -200,6 +200,8 @@ class Monitor:
         if self.calibration is not None:
             columns += list(self.calibration.estimates(given, asked).T)
         self.sample.add(torch.stack([column.double().cpu() for column in columns], 1))
+        if self.model.reads_head:  # the last are what the head reads, of which the source has other statistics
+            features = features[:-1]
         together = torch.cat(list(features), 1).float().cpu()  # (n, d)
         self.features.add(together)
         return self._look_for_shift(together)

@@ -149,10 +149,18 @@ def check(method: "Method", state: Any) -> None:
     if not isinstance(state, dict) or state.keys() != own:
         if isinstance(state, dict) and "schedule" in state:
             raise ValueError("this state and the method differ in schedule: one has none")
+        check_kind(state, method.kind)
         raise ValueError("this is not a state that a method's state_dict gave")
     for key, expected in (("kind", method.kind), ("model", method.fingerprint)):
         if state[key] != expected:
             raise ValueError(f"this state belongs to another {key} ({state[key]}, not {expected})")
+
+
+def check_kind(state: Any, expected: str) -> None:
+    """Reject the state of another method, or of one with other wrappers, by its name."""
+    found = state.get("kind") if isinstance(state, dict) else None
+    if isinstance(found, str) and found != expected:
+        raise ValueError(f"this state belongs to another kind ({found}, not {expected})")
 
 
 @torch.inference_mode(False)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from mgtta._lib.ranks import Alone
 from mgtta.adaptation.method import Events, Method
-from mgtta.adaptation.state import Saved
+from mgtta.adaptation.state import Saved, check_kind
 from mgtta.adaptation.step import Engine, Pass
 from mgtta.models.classifier import Classifier
 
@@ -194,6 +194,7 @@ class Wrapper(Saved):
 
     def restore(self, state: dict[str, Any]) -> None:
         if not isinstance(state, dict) or state.keys() != {"kind", "method", self.state_name}:
+            check_kind(state, self.kind)
             raise ValueError(f"this is not a state that a {type(self).__name__.lower()} method's state_dict gave")
         checked = self.check_own(state[self.state_name])
         self.method.restore(state["method"])

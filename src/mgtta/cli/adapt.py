@@ -30,8 +30,8 @@ Method = Annotated[str, typer.Option(help="See `mgtta list`; deyo@mgtta is deyo 
 Setting = Annotated[
     list[str], typer.Option("--set", help="A setting of the method, such as lr=5e-3, pull=0.05, gather=16; repeatable.")
 ]
-BatchSize = Annotated[int, typer.Option(help="Images in a batch.")]
-Images = Annotated[int | None, typer.Option(help="Number of images, from the first; by default all.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Images in a batch.")]
+Images = Annotated[int | None, typer.Option(min=1, help="Number of images, from the first; by default all.")]
 Shuffle = Annotated[
     int | None,
     typer.Option(metavar="SEED", min=0, help="Seed of a random order; by default by name, a tree class by class."),

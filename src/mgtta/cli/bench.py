@@ -275,5 +275,5 @@ def bare_ray(words: list[str]) -> list[str]:
 
     typer has no option whose value may be left out.
     """
-    pairs = zip(words, [*words[1:], "-"], strict=True)
+    pairs = zip(words, [*words[1:], "-"], strict=False)  # without words there are no pairs
     return [f"{word}=auto" if word == "--ray" and following.startswith("-") else word for word, following in pairs]

@@ -74,6 +74,11 @@ def open_images(
     side, crop_pct = classifier.input_size
     options: dict[str, Any] = {"size": size or side, "crop_pct": crop_pct, "part": part, "restrict": restrict}
     options["classes"] = _shipped_classes(classifier.name, data) if classes is None else read_classes(classes)
+    if classes is not None and len(options["classes"]) != classifier.num_classes:
+        raise ValueError(
+            f"{classes} names {len(options['classes'])} classes, but the model has {classifier.num_classes}: name all "
+            "of the model's classes, one on each line, in its order"
+        )
     return open_dataset(data, on_error="skip" if skip else "raise", **options)
 
 

@@ -10,7 +10,7 @@ from mgtta.cli.options import Checkpoint, Device, Model, NumClasses, Size, Skip
 
 Data = Annotated[str, typer.Argument(help="Clean images of the kind that the model was trained on, unlabelled.")]
 Out = Annotated[Path, typer.Option(help="File for the statistics, .safetensors.")]
-Images = Annotated[int, typer.Option(help="Number of images.")]
+Images = Annotated[int, typer.Option(min=1, help="Number of images.")]
 
 
 def source(

@@ -13,9 +13,9 @@ Out = Annotated[Path, typer.Option(help="File for the generator, .safetensors.")
 Corrupt = Annotated[
     bool, typer.Option("--corrupt", help="The images are clean: shift them by the four validation corruptions.")
 ]
-Images = Annotated[int, typer.Option(help="Number of images.")]
+Images = Annotated[int, typer.Option(min=1, help="Number of images.")]
 Steps = Annotated[int | None, typer.Option(help="Number of training steps: 2000, or 1200 with --streams.")]
-BatchSize = Annotated[int | None, typer.Option(help="Images in a batch: 2, or 16 with --streams.")]
+BatchSize = Annotated[int | None, typer.Option(min=1, help="Images in a batch: 2, or 16 with --streams.")]
 ModelRate = Annotated[
     float | None, typer.Option(help="Learning rate of the model during training: 1e-4, or 5e-3 with --streams.")
 ]

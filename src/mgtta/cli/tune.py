@@ -44,7 +44,7 @@ def tune(
     sample = torch.cat([batch.x for batch in stream(dataset, first=images, shuffle=False)])
     x, labels = labelled_images(open_images(clean, classifier, size, classes=classes), classifier, CLEAN_IMAGES)
     statistics = source_of(classifier, source, None if source else clean, size)
-    candidates = default_candidates(names(methods), [number(text, "--paces") for text in names(paces)])
+    candidates = default_candidates(classifier, names(methods), [number(text, "--paces") for text in names(paces)])
 
     def tell(candidate: Any) -> None:
         typer.echo(f"{candidate.accuracy:5.1f} %  {candidate}", err=True)

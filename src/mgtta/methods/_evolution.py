@@ -1,7 +1,7 @@
 """CMA-ES by the `cma` package, with random numbers of our own and a state of tensors and plain values.
 
 The package's object is large and full of diagnostics. What its future depends on, with the options set here, is
-STATE and the random generator; the rest is built again. `tests/test_gradient_free.py` checks that, bit for bit.
+STATE and the random generator; the rest is built again. `tests/test_evolution.py` checks that, bit for bit.
 """
 
 from operator import attrgetter

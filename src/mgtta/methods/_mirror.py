@@ -21,6 +21,8 @@ def mirrors(mirror: bool | str, source: SourceStatistics) -> bool:
 
 def with_mirror_images(x: Tensor, model: Classifier) -> Tensor:
     """Return images that a model takes, and after them their mirror images: (n, 3, H, W) -> (2n, 3, H, W)."""
+    if isinstance(x, Tensor) and x.ndim == IMAGE_AXES - 1:
+        model.check(x)  # which says how one image becomes a batch
     if isinstance(x, Tensor) and x.ndim != IMAGE_AXES:
         raise ValueError(f"mirror=True needs images (N, channels, H, W), not {tuple(x.shape)}: give mirror=False")
     model.check(x)

@@ -1,5 +1,6 @@
 """Batches of clean images, from one tensor or from an iterable of batches."""
 
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,6 +13,11 @@ def image_batches(images: Tensor | Iterable[Any], batch_size: int, max_images: i
     Args:
         images: one tensor of images, or an iterable of batches: tensors, or tuples that start with one.
     """
+    if isinstance(images, str | os.PathLike):
+        raise TypeError(
+            f"images are tensors, not a path ({os.fspath(images)!r}): "
+            "mgtta.data.streams.stream(mgtta.data.datasets.open_dataset(PATH, size=224)) reads a folder"
+        )
     given = [images] if isinstance(images, Tensor) else images
     count = 0
     for batch in given:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mgtta._lib.names import spelled
 from mgtta.adaptation.wrapper import Adapting, source_model
@@ -141,11 +141,13 @@ class Tuning:
         return "\n".join(["Accuracy on corrupted copies of the clean images:", *lines, last])
 
 
-def default_candidates(methods: Sequence[str] = METHODS, paces: Sequence[float] = PACES) -> list[Candidate]:
-    """Return NoAdapt, and each method at each factor on its own learning rate."""
+def default_candidates(
+    net: nn.Module, methods: Sequence[str] = METHODS, paces: Sequence[float] = PACES
+) -> list[Candidate]:
+    """Return NoAdapt, and each method at each factor on its own learning rate for such a network."""
     found = [Candidate(NOADAPT)]
     for name in methods:
-        lr = recipe(name).settings.get("lr")
+        lr = recipe(name).settings_for(net).get("lr")
         if name == NOADAPT:
             continue
         if lr is None:
@@ -183,7 +185,7 @@ def tune(
         corruptions: of the copies, at least two; seed: of their noise.
         on_candidate: called with each candidate as soon as it is known.
     """
-    tried = list(candidates or default_candidates())
+    tried = list(candidates or default_candidates(model))
     if not any(candidate.method == NOADAPT for candidate in tried):
         raise ValueError("the candidates must include noadapt, which all others are compared with")
     settings = {id(candidate): _with_source(candidate, source) for candidate in tried}

@@ -1,0 +1,100 @@
+"""The fast path predicts and learns as float32 does, up to what it rounds."""
+
+import copy
+
+import pytest
+import torch
+from conftest import NETS, images, vit
+from fast_path import CHOOSING, FOLLOWING, NAMES, batches, close, followed, make
+
+import mgtta
+from mgtta.data.embedded import EMBEDDED
+from mgtta.data.streams import corrupted, stream
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("name", NAMES)
+def test_close_to_float32(name, net, low_memory):
+    exact, quick = (
+        make(name, NETS[net](), precision=p, **more) for p, more in (("fp32", {}), ("bf16", {"low_memory": low_memory}))
+    )
+    assert (exact.precision, quick.precision) == ("fp32", "bf16")
+    for x in batches():
+        expected, found = exact(x), quick(x)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected, atol=0.03, rtol=0.03)
+    assert (quick.updates, quick.skipped) == (exact.updates, exact.skipped)
+    assert all(p.dtype == torch.float32 for p in quick.adapted.values())
+    assert quick.model.fingerprint() != exact.model.fingerprint()
+    assert quick.fingerprint == exact.fingerprint  # states and statistics are the source model's
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_running_means_follow_as_in_float32(name):
+    """Of the images that a filter keeps, and not of batches that are not finite or that teach nothing."""
+    open_filters = {"margin": 0.9, "redundancy": 0.999} if name in CHOOSING else {"gather": 3}
+    exact, quick = (make(name, lr=1e-4, precision=p, **open_filters) for p in ("fp32", "bf16"))
+    bad = images(8)
+    bad[0, 0, 0, 0] = float("nan")
+    for x in [*batches(3), bad, *batches(3, size=5), *images(4).split(1)]:
+        expected, found = exact(x), quick(x)
+        if x is not bad:
+            assert close(found, expected)
+    assert (quick.updates, quick.skipped) == (exact.updates, exact.skipped)
+    for key, value in followed(quick).items():
+        torch.testing.assert_close(value, followed(exact)[key], atol=0.05, rtol=0.05)
+        assert value.any()
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+def test_a_batch_that_teaches_nothing_is_neither_an_update_nor_skipped(name):
+    method = make(name, vit())  # random weights: every entropy is near ln C
+    before = method.state_dict()["params"]
+    for x in batches(2):
+        method(x)
+    assert (method.updates, method.skipped) == (0, 0)
+    assert all(torch.equal(t, before[key]) for key, t in method.state_dict()["params"].items())
+    assert not method.probs.any()
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_in_8_bits(name, low_memory):
+    method, rounded = (make(name, precision=p, low_memory=low_memory) for p in ("bf16", "fp8"))
+    assert rounded.precision == copy.deepcopy(rounded).precision == "fp8"
+    x, *more = batches()
+    assert torch.equal(rounded(x), method(x))  # the way there is the same
+    for x in more:
+        found, expected = rounded(x), method(x)
+        assert (found - expected).norm() < 0.03 * expected.norm()
+    a, b = (
+        torch.cat([p.flatten() for p in m.state_dict()["params"].values()] or [torch.ones(1)])
+        for m in (rounded, method)
+    )
+    assert torch.equal(a, b) == (name == "noadapt")
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_on_embedded_images_it_predicts_what_float32_does(name):
+    model, source = mgtta.load_model(name), mgtta.load_source(name)
+    found = []
+    for kind in ("fp32", "bf16"):
+        method = mgtta.create("mgtta", model, source=source, lr=5e-3, precision=kind)
+        found.append([method(b.x) for b in stream(corrupted(EMBEDDED[name](96), ["fog"]), batch_size=32)])
+    agree = torch.cat([a.argmax(1) == b.argmax(1) for a, b in zip(*found, strict=True)])
+    assert agree.float().mean() > 0.95
+
+
+@pytest.mark.parametrize("name", ["tent", "eq7_adam", "mgtta"])
+def test_states_go_from_one_precision_to_the_other(name):
+    exact, quick = make(name, precision="fp32"), make(name)
+    for x in batches(3):
+        exact(x)
+    quick.load_state_dict(exact.state_dict())
+    x = images(8, seed=50)
+    torch.testing.assert_close(quick(x), exact(x), atol=0.1, rtol=0.05)
+    exact.load_state_dict(quick.state_dict())
+    assert exact.updates == quick.updates == 4
+    states = [m.optimizer.state_dict()["state"].get(0, {}) for m in (exact, quick)]
+    assert states[0].keys() == states[1].keys()
