@@ -80,6 +80,7 @@ class Bench:
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
         made = torch.load(path, mmap=True)
+        self.device = torch.device(device).type
         self.precision = precision
         self.singles = singles
         self.labels = made["labels"]
@@ -151,7 +152,7 @@ class Bench:
             y = self.labels[torch.cat(batches)[:, 0]]
             records.append({"domain": domain, **scores(torch.cat(logits).float().cpu(), y)})
         own = {"experiment": "streams", "method": name, "kind": kind, "seed": seed, "settings": settings}
-        more = {"without": [], "split": self.split}
+        more = {"without": [], "split": self.split, "device": self.device, "precision": method.precision}
         return [{**own, **record, **more, "part": part} for part, record in enumerate(records)]
 
 
@@ -313,9 +314,19 @@ def page(records: Records, network: str, name: str, first: int | None, tried: Re
         command += f" --images {first}"
     tries = f"the best of its pairs of learning rate and pull ({_numbers_of_pairs(tried, methods)})"
     protocol = PROTOCOL.format(words=about.words, images=images, batch=about.batch, tries=tries)
-    words = textwrap.fill(" ".join(protocol.split()), LINE_WIDTH)
+    words = textwrap.fill(" ".join((protocol + _on_a_cpu(records)).split()), LINE_WIDTH)
     shown = table(["method", *kinds], rows, right=True)
     return f"# One setting for every stream\n\n`{command}`\n\n{words}\n\n{shown}\n"
+
+
+def _on_a_cpu(records: Records) -> str:
+    """Return which streams were run on a CPU, in a sentence; empty if none was."""
+    found: dict[str, set[str]] = {}
+    for record in records:
+        if record.get("device") == "cpu":
+            found.setdefault(spelled(record["method"]), set()).add(record["kind"])
+    streams = "; ".join(f"{method} ({', '.join(sorted(kinds))})" for method, kinds in sorted(found.items()))
+    return f" On a CPU, in float32: {streams}." if streams else ""
 
 
 def _numbers_of_pairs(tried: Records, methods: list[str]) -> str:
