@@ -241,6 +241,12 @@ def test_adapt_stream_exports_nothing_if_the_method_cannot(tree, tmp_path, monke
     assert sorted(p.name for p in tmp_path.iterdir()) == ["images"]
 
 
+def test_adapt_stream_exports_only_under_a_name_that_timm_reads(tree, tmp_path):
+    with pytest.raises(ValueError, match=r"name .*net.pth with .safetensors"):
+        mgtta.adapt_stream(tent(), tree, tmp_path / "p.csv", export=tmp_path / "net.pth")
+    assert not (tmp_path / "p.csv").exists()
+
+
 def test_timm_loads_what_adapt_exports(run, tree, tmp_path):  # noqa: F811
     torch.manual_seed(0)
     save_file(timm.create_model(ARCHITECTURE, num_classes=30).state_dict(), tmp_path / "w.safetensors")

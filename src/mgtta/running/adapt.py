@@ -106,6 +106,8 @@ def adapt_stream(
     _check_resume(resume, shuffle, split_shards)
     check_outputs(method.ranks, out, state, export)
     if export is not None:
+        if Path(export).suffix != ".safetensors":
+            raise ValueError(f"the adapted weights are written as safetensors: name {export} with .safetensors")
         method.export()  # a method that cannot export says so now, not after hours of work
     dataset, name = _opened(method, data, split_shards, domain)
     planned = _planned(dataset, method.ranks, split_shards, shuffle, batch_size=batch_size, first=images, domain=name)
