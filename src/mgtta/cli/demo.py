@@ -8,7 +8,7 @@ import typer
 from mgtta.cli.inputs import device_of
 from mgtta.cli.options import Device, Methods, names
 
-Images = Annotated[int, typer.Option(min=1, help="Images per corruption.")]
+Images = Annotated[int, typer.Option(help="Images per corruption.")]
 Out = Annotated[Path, typer.Option(help="Folder for records and report; OUT-2, ... if it has records already.")]
 
 
