@@ -13,9 +13,9 @@ import io
 import json
 import tarfile
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
+from torch import Tensor
 
 from mgtta._lib.files import atomic
 from mgtta.data.datasets import open_dataset
@@ -37,17 +37,23 @@ def make(images: Path, out: Path, numbers: dict[str, list[int]]) -> None:
     for name, own in numbers.items():
         with atomic(out / name) as path, tarfile.open(path, "w") as tar:
             for number in own:
-                _add(tar, number, *data[places[number]])
+                image, label = data[places[number]]
+                add(tar, f"{number:08d}", _jpeg(image), label)
         print(f"{out / name}: {len(own):,} images", flush=True)
 
 
-def _add(tar: tarfile.TarFile, number: int, image: Any, label: int) -> None:
-    jpeg = io.BytesIO()
-    Image.fromarray(image.permute(1, 2, 0).numpy()).save(jpeg, "JPEG", quality=QUALITY)
-    for suffix, content in (("jpg", jpeg.getvalue()), ("cls", str(label).encode())):
-        info = tarfile.TarInfo(f"{number:08d}.{suffix}")
+def add(tar: tarfile.TarFile, key: str, jpeg: bytes, label: int) -> None:
+    """Add an image and its class to a tar in WebDataset form."""
+    for suffix, content in (("jpg", jpeg), ("cls", str(label).encode())):
+        info = tarfile.TarInfo(f"{key}.{suffix}")
         info.size = len(content)
         tar.addfile(info, io.BytesIO(content))
+
+
+def _jpeg(image: Tensor) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(image.permute(1, 2, 0).numpy()).save(file, "JPEG", quality=QUALITY)
+    return file.getvalue()
 
 
 def main() -> None:

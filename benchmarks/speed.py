@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shards import add
 from speed_pages import ALONE, PARTS, VISIT, WAYS, page, plot
 from speed_parts import decoding, evaluation, methods, networks, paths, plus, shuffled, single, start, twins
 from speed_tools import Contender, Deadline, classifier, clock, images, measure, method_of, tent_as_usual
@@ -244,10 +245,7 @@ def _write_tars(folder: Path, count: int, shards: int, links: int = 1) -> str:
     for k in range(shards):
         with tarfile.open(folder / f"speed-{k:05d}.tar", "w") as tar:
             for i in range(k, count, shards):
-                for suffix, content in (("jpg", files[i % len(files)]), ("cls", str(i % 1000).encode())):
-                    info = tarfile.TarInfo(f"{i:06d}.{suffix}")
-                    info.size = len(content)
-                    tar.addfile(info, io.BytesIO(content))
+                add(tar, f"{i:06d}", files[i % len(files)], i % 1000)
         for link in range(1, links):
             os.link(folder / f"speed-{k:05d}.tar", folder / f"speed-{link * shards + k:05d}.tar")
     return str(folder / f"speed-{{00000..{links * shards - 1:05d}}}.tar")
