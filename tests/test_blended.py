@@ -187,7 +187,10 @@ def test_own_norm_is_the_formula_for_each_image():
 
 def one_by_one(model):
     """A copy of the model whose BatchNorm layers normalise each image by the source's statistics and its own."""
-    model = copy.deepcopy(model)
+    return set_one_by_one(copy.deepcopy(model))
+
+
+def set_one_by_one(model):
     for layer in model.net.modules():
         if isinstance(layer, nn.BatchNorm2d):
             layer.forward = partial(own_norm, layer=layer)
@@ -213,9 +216,7 @@ def test_gathered_images_are_learned_from_as_they_were_predicted():
     """An update is that of a network which normalises image by image, at a part of the learning rate."""
     model, method = plus(lr=1e-2, **BARE)
     _, twin = plus(lr=1e-2 * BY_IMAGE_RATE, gather=0, **BARE)
-    for layer in innermost(twin).model.net.modules():
-        if isinstance(layer, nn.BatchNorm2d):
-            layer.forward = partial(own_norm, layer=layer)
+    set_one_by_one(innermost(twin).model)
     x = images(16)
     for one in x.split(1):
         method(one)

@@ -23,8 +23,8 @@ from mgtta.models.blended import blended_forward, blended_norm
 from mgtta.models.classifier import Classifier
 from mgtta.models.head import logits_of
 from mgtta.models.hooks import own_hook, set_forward
-from mgtta.models.norms import blocks_of, dotted, norm_layers
-from mgtta.models.statistics import BatchMoments, StreamStatistics, has_variance, with_running_statistics
+from mgtta.models.norms import blocks_of, dotted, norm_layers, with_running_statistics
+from mgtta.models.statistics import BatchMoments, StreamStatistics, has_variance
 
 PLAIN_NORMS = (nn.LayerNorm, timm.layers.LayerNorm, timm.layers.LayerNorm2d)
 Views = Callable[[Tensor], Tensor]  # images -> those that go through the network

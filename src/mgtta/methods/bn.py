@@ -14,7 +14,7 @@ from mgtta.adaptation.method import Method
 from mgtta.adaptation.step import Pass
 from mgtta.methods.registry import BATCH_NORM, Paper, register
 from mgtta.models.classifier import Classifier
-from mgtta.models.norms import batch_norms
+from mgtta.models.norms import batch_norms, with_running_statistics
 from mgtta.models.statistics import StreamStatistics
 
 NADO = Paper("Evaluating Prediction-Time Batch Normalization for Robustness under Covariate Shift", "2006.10963")
@@ -53,7 +53,7 @@ class BatchNormStatistics(Method):
         return Pass(logits)
 
     def with_batch_statistics(self, x: Tensor) -> Tensor:
-        layers: list[Any] = [layer for layer in batch_norms(self.model.net) if layer.running_mean is not None]
+        layers: list[Any] = list(with_running_statistics(self.model.net))
         source = {layer: (layer.running_mean, layer.running_var) for layer in layers}
 
         def mix(layer: Any, inputs: tuple[Tensor, ...]) -> None:

@@ -29,7 +29,7 @@ from mgtta.methods._augmix import augmix
 from mgtta.methods.bn import mixed
 from mgtta.methods.registry import GRADIENTS, Paper, register
 from mgtta.models.classifier import Classifier
-from mgtta.models.norms import batch_norms
+from mgtta.models.norms import with_running_statistics
 
 PAPER = Paper("MEMO: Test Time Robustness via Adaptation and Augmentation", "2110.09506")
 RULES = ("adamw", "sgd")
@@ -121,7 +121,7 @@ def marginal_entropy(logits: Tensor) -> Tensor:
 @contextmanager
 def mixed_statistics(net: nn.Module, prior: float) -> Iterator[None]:
     """Let BatchNorm layers normalise by the source's statistics and a batch's, which counts as one image."""
-    layers: list[Any] = [layer for layer in batch_norms(net) if layer.running_mean is not None]
+    layers: list[Any] = list(with_running_statistics(net))
     source = {layer: (layer.running_mean, layer.running_var) for layer in layers}
 
     def mix(layer: Any, inputs: tuple[Tensor, ...]) -> None:

@@ -163,6 +163,11 @@ def batch_norms(model: nn.Module) -> list[_BatchNorm]:
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
 
 
+def with_running_statistics(net: nn.Module) -> list[_BatchNorm]:
+    """Return the BatchNorm layers that have statistics of the source."""
+    return [layer for layer in batch_norms(net) if layer.running_mean is not None]
+
+
 def dotted(prefix: str, *names: str) -> str:
     """Return the full name of a submodule or tensor of the module `prefix`; the root module has the prefix ""."""
     return ".".join([prefix, *names]).removeprefix(".")

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mgtta.models.blended import blended_forward, can_blend
 from mgtta.models.hooks import has_hook, own_hook, remove_hook, set_forward, unset_forward
-from mgtta.models.norms import batch_norms
+from mgtta.models.norms import batch_norms, with_running_statistics
 
 MOMENTUM = 0.1  # share of a batch of MOMENTUM_IMAGES in the stream's statistics
 MOMENTUM_IMAGES = 64
@@ -56,11 +56,6 @@ def _batch_statistics_where_defined(layer: nn.Module, inputs: tuple[Tensor, ...]
 def image_by_image(net: nn.Module) -> AbstractContextManager[None]:
     """Return a block in which layers normalise each image by the source's statistics, blended ones also by its own."""
     return running_statistics(with_running_statistics(net))
-
-
-def with_running_statistics(net: nn.Module) -> list[_BatchNorm]:
-    """Return the BatchNorm layers that have statistics of the source."""
-    return [layer for layer in batch_norms(net) if layer.running_mean is not None]
 
 
 @contextmanager
