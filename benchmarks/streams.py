@@ -15,7 +15,8 @@ less known, four, each with two pulls. mgtta+ is not tried: it has its default.
 appended to OUT/streams.jsonl; what is there is not run again. OUT/streams.md is their table; `page` writes it again.
 With --streams validation they are of the validation images, and the files are named so. --alike sets how much alike
 images must be to count fully in mgtta+'s means; inf: all of them do. --without class_mix (balance, source_share) leaves
-that out of mgtta+ and its kin. The kind `long` is the mixed stream eight times over, in other orders; `classes` is the
+that out of mgtta+ and its kin. --set source_share=0.6,own_share=0.1 gives mgtta+ other settings than its default; its
+files are named so. The kind `long` is the mixed stream eight times over, in other orders; `classes` is the
 mixed stream sorted by class. The network `pacs` has validation streams only.
 """
 
@@ -244,6 +245,7 @@ def run(args: argparse.Namespace) -> None:
         name += f"_alike_{args.alike:g}"
     if args.without:
         name += f"_without_{args.without}"
+    name += "".join(f"_{key}_{value:g}" for key, value in args.set.items())
     store = args.out / f"{name}.jsonl"
     done = {(record["method"], record["kind"], record["seed"]) for record in read_lines(store)}
     todo = [job for job in jobs(args) if job[:3] not in done]
@@ -274,9 +276,10 @@ def jobs(args: argparse.Namespace) -> list[Job]:
             print(f"{method} has no settings yet: run `choose`", flush=True)
             continue
         less = {args.without: WITHOUT[args.without]} if args.without in recipe(method).settings else {}
+        more = args.set if method == "mgtta_plus" else {}
         for seed in range(int(seeds or args.seeds)):
             own = [kind for kind in args.kinds.split(",") if kind != "rounds" or (method in few and not seed)]
-            found += [(method, kind, seed, settings.get(method, {}) | less) for kind in own]
+            found += [(method, kind, seed, settings.get(method, {}) | less | more) for kind in own]
     return sorted(found, key=lambda job: (job[1] != "rounds", job[2]))
 
 
@@ -368,6 +371,11 @@ def by_round(records: Records) -> list[float]:
     return [statistics.fmean(top1[k : k + domains]) for k in range(0, len(top1), domains)]
 
 
+def numbers(text: str) -> Settings:
+    """Return settings from NAME=NUMBER, separated by commas."""
+    return {name: float(value) for name, _, value in (item.partition("=") for item in text.split(","))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True)
@@ -393,6 +401,7 @@ def main() -> None:
             verb.add_argument("--streams", choices=["test", "validation"], default="test")
             verb.add_argument("--alike", type=float, default=_neighbours.ALIKE)
             verb.add_argument("--without", choices=list(WITHOUT), help="of mgtta+ and its kin")
+            verb.add_argument("--set", type=numbers, default={}, help="settings of mgtta+: NAME=NUMBER,...")
             verb.add_argument("--kinds", default=",".join(KINDS), help="of stream, the longest first; long is another")
             verb.add_argument("--rounds", default="mgtta_plus,plus_adam", help="methods that run ten rounds, one seed")
             verb.add_argument("--seeds", type=int, default=SEEDS)

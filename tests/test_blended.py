@@ -12,7 +12,7 @@ import mgtta
 from mgtta._lib.timm import timm
 from mgtta.adaptation.gathered import BY_IMAGE_RATE, come_few
 from mgtta.adaptation.wrapper import innermost
-from mgtta.models.blended import OWN_SHARE, blended_norm, can_blend, own_norm
+from mgtta.models.blended import SINGLE_SHARE, blended_norm, can_blend, single_norm
 from mgtta.models.statistics import use_batch_statistics, use_running_statistics
 
 
@@ -25,22 +25,31 @@ def layer_of(channels: int = 3) -> nn.BatchNorm2d:
     return layer
 
 
-def by_hand(x: torch.Tensor, layer: nn.BatchNorm2d, share: float) -> torch.Tensor:
-    """The formula, left to autograd."""
+def by_hand(x: torch.Tensor, layer: nn.BatchNorm2d, share: float, own_share: float = 0.0) -> torch.Tensor:
+    """The formula, left to autograd; with an own_share image by image."""
     var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+    if own_share:
+        blends = []
+        for image in x:
+            own_var, own_mean = torch.var_mean(image, (1, 2), correction=0)
+            blend = (1 - share - own_share) * mean + share * layer.running_mean + own_share * own_mean
+            spread = (1 - share - own_share) * var + share * layer.running_var + own_share * own_var
+            scale = layer.weight / (spread + layer.eps).sqrt()
+            blends.append((image - blend[:, None, None]) * scale[:, None, None] + layer.bias[:, None, None])
+        return torch.stack(blends)
     mean = (1 - share) * mean + share * layer.running_mean
     var = (1 - share) * var + share * layer.running_var
     scale = layer.weight / (var + layer.eps).sqrt()
     return (x - mean[:, None, None]) * scale[:, None, None] + layer.bias[:, None, None]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
-def test_blended_norm_and_its_gradients_are_those_of_the_formula(share):
+@pytest.mark.parametrize(("share", "own_share"), [(0.0, 0.0), (0.2, 0.0), (1.0, 0.0), (0.6, 0.1), (0.9, 0.1)])
+def test_blended_norm_and_its_gradients_are_those_of_the_formula(share, own_share):
     layer = layer_of()
     x = torch.randn(4, 3, 5, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn_like(x)
-    found = blended_norm(x, layer, share)
-    expected = by_hand(x, layer, share)
+    found = blended_norm(x, layer, share, own_share)
+    expected = by_hand(x, layer, share, own_share)
     torch.testing.assert_close(found.y, expected)
     wanted = (x, layer.weight, layer.bias)
     torch.testing.assert_close(
@@ -54,15 +63,16 @@ def test_blended_norm_and_its_gradients_are_those_of_the_formula(share):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blended_norm_on_a_gpu_is_that_on_a_cpu(memory_format, dtype):
+@pytest.mark.parametrize("own_share", [0.0, 0.1])
+def test_blended_norm_on_a_gpu_is_that_on_a_cpu(memory_format, dtype, own_share):
     layer = layer_of(8).float()
     x = torch.randn(16, 8, 7, 7).to(dtype).requires_grad_()
     weight = torch.randn(16, 8, 7, 7).to(dtype)
-    y = blended_norm(x, layer, 0.2).y
+    y = blended_norm(x, layer, 0.2, own_share).y
     expected = [y.detach(), *torch.autograd.grad((y * weight).sum(), (x, layer.weight, layer.bias))]
     layer = layer.cuda()
     own = x.detach().cuda().to(memory_format=memory_format).requires_grad_()
-    y = blended_norm(own, layer, 0.2).y
+    y = blended_norm(own, layer, 0.2, own_share).y
     found = [y.detach(), *torch.autograd.grad((y * weight.cuda()).sum(), (own, layer.weight, layer.bias))]
     tolerance = 1e-4 if dtype == torch.float32 else 4e-2
     for a, b in zip(found, expected, strict=True):
@@ -174,13 +184,13 @@ def test_the_fast_path_blends_alike(low_memory):
         torch.testing.assert_close(value, theirs[name], atol=0.02, rtol=0.05)
 
 
-def test_own_norm_is_the_formula_for_each_image():
+def test_single_norm_is_the_formula_for_each_image():
     layer = layer_of()
     x = torch.randn(4, 3, 5, 6, dtype=torch.float64)
-    for image, found in zip(x, own_norm(x, layer), strict=True):
+    for image, found in zip(x, single_norm(x, layer), strict=True):
         for c in range(3):
-            mean = (1 - OWN_SHARE) * layer.running_mean[c] + OWN_SHARE * image[c].mean()
-            var = (1 - OWN_SHARE) * layer.running_var[c] + OWN_SHARE * image[c].var(correction=0)
+            mean = (1 - SINGLE_SHARE) * layer.running_mean[c] + SINGLE_SHARE * image[c].mean()
+            var = (1 - SINGLE_SHARE) * layer.running_var[c] + SINGLE_SHARE * image[c].var(correction=0)
             expected = (image[c] - mean) / (var + layer.eps).sqrt() * layer.weight[c] + layer.bias[c]
             torch.testing.assert_close(found[c], expected)
 
@@ -193,7 +203,7 @@ def one_by_one(model):
 def set_one_by_one(model):
     for layer in model.net.modules():
         if isinstance(layer, nn.BatchNorm2d):
-            layer.forward = partial(own_norm, layer=layer)
+            layer.forward = partial(single_norm, layer=layer)
     return model
 
 
@@ -315,7 +325,7 @@ def test_with_a_layer_that_is_not_blended_single_images_have_its_source_statisti
     source = mgtta.source_statistics(model, images(32, seed=9))
     method = mgtta.create("mgtta+", model, source=source, recall=0, lr=0.0, **BARE)
     expected = copy.deepcopy(model)
-    expected.net[4].forward = partial(own_norm, layer=expected.net[4])
+    expected.net[4].forward = partial(single_norm, layer=expected.net[4])
     for one in images(16).split(1):
         torch.testing.assert_close(method(one), expected(one))
     assert not innermost(method).statistics.images.any()
@@ -347,6 +357,44 @@ def test_vectors_have_no_statistics_of_their_own():
     use_batch_statistics(net, 0.3)
     x = torch.randn(1, 3)
     torch.testing.assert_close(net.eval()(x), nn.BatchNorm1d(3).eval()(x))
+    x = torch.randn(8, 3)
+    torch.testing.assert_close(blended_norm(x, net[0], 0.3, 0.1).y, blended_norm(x, net[0], 0.3).y)
+
+
+def test_an_own_share_leaves_out_what_other_images_do():
+    """With nothing of the batch, an image is predicted alike whatever comes with it, and the guard asks alike."""
+    _, method = plus(lr=0.0, source_share=0.9, own_share=0.1, **BARE)
+    x = images(32)
+    torch.testing.assert_close(method(x)[:16], method(x[:16]))
+    _, mixing = plus(lr=0.0, source_share=0.6, own_share=0.1, **BARE)
+    assert not torch.allclose(mixing(x)[:16], mixing(x[:16]))
+    _, guarded = plus(source_share=0.6, own_share=0.1, guard=True)
+    assert guarded.reference.unlearned.own_share == 0.1
+
+
+def test_an_own_share_on_the_fast_path():
+    torch.manual_seed(0)
+    model = mgtta.load_model(timm.create_model("resnet10t", num_classes=5))
+    source = mgtta.source_statistics(model, images(16, seed=9))
+    settings = {"source": source, "recall": 0, "lr": 1e-3, "mirror": False, "source_share": 0.6, "own_share": 0.1}
+    exact = mgtta.create("mgtta+", model, precision="fp32", **settings)
+    quick = mgtta.create("mgtta+", model, precision="bf16", **settings)
+    for seed in range(3):
+        assert _apart(quick(images(16, seed=seed)), exact(images(16, seed=seed))) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ((0.6, 0.5), "own_share is a share of the statistics: from 0 to 1 - source_share, not 0.5"),
+        ((0.6, -0.1), "own_share is a share of the statistics"),
+        ((0.6, float("nan")), "own_share is a share of the statistics"),
+        ((0.0, 0.1), "own_share needs a source_share"),
+    ],
+)
+def test_an_own_share_that_does_not_fit_is_refused(shares, message):
+    with pytest.raises(ValueError, match=message):
+        plus(source_share=shares[0], own_share=shares[1])
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])

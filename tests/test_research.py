@@ -116,3 +116,13 @@ def test_the_tables_of_trials_are_of_the_results_that_are_kept(monkeypatch):
     log = (root / "docs" / "research.md").read_text()
     assert log == trials.with_tables(log, root / "results" / "research" / "batchnorm")
     assert "| ResNet-50, mgtta+, lr 0.01, share 0.3, calm 16 |" in log
+
+
+def test_the_tables_of_own_shares_are_of_the_results_that_are_kept(monkeypatch):
+    root = Path(__file__).parent.parent
+    monkeypatch.syspath_prepend(root / "benchmarks")
+    import own_share
+
+    log = (root / "docs" / "research.md").read_text()
+    assert log == own_share.with_tables(log, root / "results" / "research" / "own_share")
+    assert "| ResNet-56, mgtta+, 0.8, 0.1, 0.1 |" in log

@@ -85,6 +85,21 @@ def test_bad_images(model):
         mgtta.source_statistics(model, images(4) * float("nan"))
 
 
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (None, TypeError, "a tensor, or batches of tensors such as a DataLoader, not NoneType"),
+        (images(4).numpy(), TypeError, "a batch of images is a tensor .*, not ndarray: use torch.as_tensor"),
+        ([{"pixels": images(4)}], TypeError, "a batch of images is a tensor .*, not dict"),
+        (list(images(4)), ValueError, "a DataLoader batches of many"),
+        (torch.utils.data.TensorDataset(images(4), torch.zeros(4)), ValueError, "a DataLoader batches of many"),
+    ],
+)
+def test_what_is_not_a_batch_of_images_is_named(model, given, error, message):
+    with pytest.raises(error, match=message):
+        mgtta.source_statistics(model, given)
+
+
 def test_bad_files(tmp_path, source, generator):
     mgtta.save_generator(generator, tmp_path / "g.safetensors")
     with pytest.raises(ValueError, match="not a file of mgtta source statistics"):

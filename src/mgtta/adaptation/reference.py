@@ -35,7 +35,8 @@ class Reference(nn.Module):
         self.unlearned: Classifier | None = None
         if adapting._uses_batch_statistics and batch_norms(adapting.net):
             shared = {id(p): p for p in source.parameters()}
-            self.unlearned = copy.deepcopy(source, shared).use_batch_statistics(adapting.source_share)
+            shares = (adapting.source_share, adapting.own_share)
+            self.unlearned = copy.deepcopy(source, shared).use_batch_statistics(*shares)
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:

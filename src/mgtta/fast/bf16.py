@@ -157,13 +157,13 @@ class Hooked:
     def _normalised(self, i: int, layer: Any, x: Tensor) -> Tensor:
         """Return what a BatchNorm layer does, and follow the statistics that it has computed anyway."""
         if not layer.training or not has_variance(x):
-            return blended_forward(layer, x, self.model.source_share)
+            return blended_forward(layer, x, self.model.source_share, self.model.own_share)
         mean, var = self.room[i]
         values = x.numel() // x.shape[1]
         if self.collecting:
             self.collected[i] = values
         if self.model.source_share:
-            found = blended_norm(x, layer, self.model.source_share)
+            found = blended_norm(x, layer, self.model.source_share, self.model.own_share)
             if self.collecting:
                 mean.copy_(found.mean)
                 var.copy_(found.var * (values / (values - 1)))

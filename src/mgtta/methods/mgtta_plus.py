@@ -52,11 +52,10 @@ class MGTTAPlus(MGTTA):
     mirror: True, False (then a step costs what MGTTA's does), or "auto": True if the source model predicts at least
     three of four clean images like their mirror images, which `source_statistics` measures.
     balance: no class that is predicted has more than its share in the entropy.
-    class_mix: what comes of classes that are more frequent than usual does not count as a shift, if the source
-    statistics tell how features follow classes; older ones do not.
-    source_share: of the source's statistics among those that BatchNorm layers normalise by; the rest is the batch's.
-    Unless it is 0, images that come fewer than 16 at a time, with `gather`, are normalised one by one, by the source's
-    statistics and a little of their own (models/blended.py), and learned from at 0.3 times the rate.
+    class_mix: what comes of unusually frequent classes does not count as a shift; older source statistics lack it.
+    source_share, own_share: of the source's and of each image's statistics among those that BatchNorm layers normalise
+    by; the rest is the batch's. 0.8 and 0.1 suit streams that bring few classes at a time. With a source_share, images
+    that come fewer than 16 at a time, with `gather`, are normalised one by one, and learned from at 0.3 times the rate.
     decay: the learning rate of step t is lr / sqrt(1 + t / decay); by default it does not fall.
     """
 
@@ -72,10 +71,11 @@ class MGTTAPlus(MGTTA):
         balance: bool = True,
         class_mix: bool = True,
         source_share: float = 0.0,
+        own_share: float = 0.0,
         decay: float = math.inf,
     ):
         super().__init__(model, optimizer, source=source, trade_off=trade_off, decay=decay)
-        self.model.use_batch_statistics(source_share)
+        self.model.use_batch_statistics(source_share, own_share)
         self.recentre = recentre
         self.balance = balance
         self.mirror = mirrors(mirror, self.source)

@@ -19,9 +19,13 @@ def image_batches(images: Tensor | Iterable[Any], batch_size: int, max_images: i
             "mgtta.data.streams.stream(mgtta.data.datasets.open_dataset(PATH, size=224)) reads a folder"
         )
     given = [images] if isinstance(images, Tensor) else images
+    if not isinstance(given, Iterable) and not hasattr(given, "__getitem__"):
+        raise TypeError(f"images are a tensor, or batches of tensors such as a DataLoader, not {type(given).__name__}")
     count = 0
     for batch in given:
-        x = batch if isinstance(batch, Tensor) else batch[0]
+        x = batch[0] if isinstance(batch, tuple | list) else batch
+        if not isinstance(x, Tensor):
+            raise TypeError(f"a batch of images is a tensor (N, ...), not {type(x).__name__}: use torch.as_tensor")
         if max_images is not None:
             x = x[: max_images - count]
         count += len(x)

@@ -5,11 +5,13 @@ them. The source's are known well. A blend of both is better than either: Schnei
 against common corruptions by covariate shift adaptation" (NeurIPS 2020).
 
 Few images have no statistics of a batch. Each is normalised by the source's statistics and a little of its own: its
-places are many, and of its own domain.
+places are many, and of its own domain. For the same reason they may have a share in batches, too.
 
 Notation    x (N, C, ...); m, v (C,) its mean and biased variance; a the source's share; P values of a channel
             M = (1 - a) m + a m_S;  V = (1 - a) v + a v_S;  r = 1 / sqrt(V + eps);  y = w r (x - M) + b
             dx = w r (dy - (1 - a) / P (sum(dy) + r^2 (x - m) sum(dy (x - M))))
+With the share o of image i, whose mean and biased variance are m_i, v_i (C,), left to autograd:
+            M_i = (1 - a - o) m + a m_S + o m_i;  V_i = (1 - a - o) v + a v_S + o v_i
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mgtta._lib.timm import timm
 
-OWN_SHARE = 0.07  # of an image's own statistics, where few images come at a time; the rest are the source's
+SINGLE_SHARE = 0.07  # of an image's own statistics, where few images come at a time; the rest are the source's
 
 
 class Normalised(NamedTuple):
@@ -39,36 +41,62 @@ def can_blend(layer: Any) -> bool:
     return known and layer.affine and layer.running_mean is not None
 
 
-def blended_norm(x: Tensor, layer: _BatchNorm, share: float) -> Normalised:
-    """Return x, normalised by its own statistics and the layer's running ones, which have this share."""
+def blended_norm(x: Tensor, layer: _BatchNorm, source_share: float, own_share: float = 0.0) -> Normalised:
+    """Return x, normalised by the layer's running statistics, those of each image, and for the rest the batch's.
+
+    Inputs without places, such as vectors, have no statistics of their own: the batch's take their place.
+    """
+    if own_share and x.shape[2:].numel() > 1:
+        return _with_own(x, layer, source_share, own_share)
     args = (layer.weight, layer.bias, layer.running_mean, layer.running_var)
-    return Normalised(*_Blended.apply(x, *args, share, layer.eps))
+    return Normalised(*_Blended.apply(x, *args, source_share, layer.eps))
 
 
-def own_norm(x: Tensor, layer: _BatchNorm) -> Tensor:
-    """Return images (N, C, ...), each normalised by the layer's running statistics and, by OWN_SHARE, by its own."""
-    axes = list(range(2, x.ndim))
-    own_var, own_mean = torch.var_mean(_exact(x), axes, correction=0, keepdim=True)  # (N, C, 1, ...)
-    mean = torch.lerp(_wide(layer.get_buffer("running_mean").to(own_mean), x), own_mean, OWN_SHARE)
-    var = torch.lerp(_wide(layer.get_buffer("running_var").to(own_var), x), own_var, OWN_SHARE)
-    scale = _wide(layer.weight, x) * (var + layer.eps).rsqrt()
-    return ((_exact(x) - mean) * scale + _wide(layer.bias, x)).to(x.dtype)
+def single_norm(x: Tensor, layer: _BatchNorm) -> Tensor:
+    """Return images (N, C, ...), each normalised by the layer's running statistics and, by SINGLE_SHARE, by its own."""
+    return _with_own(x, layer, 1 - SINGLE_SHARE, SINGLE_SHARE).y
 
 
-def blended_forward(layer: Any, x: Tensor, share: float) -> Tensor:
+def blended_forward(layer: Any, x: Tensor, source_share: float, own_share: float = 0.0) -> Tensor:
     """Return what the layer gives in the place of its own `forward`.
 
-    In training mode it is blended with the batch's statistics, otherwise with those of each image, if it has places.
+    In training mode it is blended with the batch's statistics, otherwise only with those of each image, if it has
+    places.
     """
     if layer.training:
-        y = blended_norm(x, layer, share).y
-    elif share < 1 and x.shape[2:].numel() > 1:
-        y = own_norm(x, layer)
+        y = blended_norm(x, layer, source_share, own_share).y
+    elif source_share < 1 and x.shape[2:].numel() > 1:
+        y = single_norm(x, layer)
     else:
         return type(layer).forward(layer, x)
     if isinstance(layer, timm.layers.BatchNormAct2d):
         y = layer.act(layer.drop(y))
     return y
+
+
+def _with_own(x: Tensor, layer: Any, source_share: float, own_share: float) -> Normalised:
+    exact = _exact(x)
+    own_mean, own_var = _moments(exact)  # (N, C)
+    mean = own_mean.mean(0)  # (C,)
+    var = own_var.mean(0) + own_mean.var(0, correction=0)
+    batch_share = 1 - source_share - own_share
+    blend = source_share * layer.running_mean.to(mean) + batch_share * mean + own_share * own_mean  # (N, C)
+    spread = source_share * layer.running_var.to(var) + batch_share * var + own_share * own_var
+    slope = layer.weight * (spread + layer.eps).rsqrt()
+    start = layer.bias - blend * slope
+    y = torch.addcmul(start[_places(x)], exact, slope[_places(x)])
+    return Normalised(y.to(x.dtype), mean.detach(), var.detach())
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance (N, C) of each image, over its places.
+
+    On a CPU torch.var_mean is many times slower than these two sums.
+    """
+    values = x.flatten(2)
+    mean = values.mean(2)
+    squares = torch.linalg.vector_norm(values, dim=2).square() / values.shape[2]
+    return mean, (squares - mean.square()).clamp(min=0)
 
 
 class _Blended(torch.autograd.Function):
@@ -137,3 +165,8 @@ def _axes(x: Tensor) -> list[int]:
 def _wide(t: Tensor, x: Tensor) -> Tensor:
     """Return values of channels (C,) so that they can be combined with x (N, C, ...)."""
     return t.view(1, -1, *(1 for _ in x.shape[2:]))
+
+
+def _places(x: Tensor) -> tuple[Any, ...]:
+    """Return the index by which values of images and channels (N, C) can be combined with x (N, C, ...)."""
+    return (..., *(None for _ in x.shape[2:]))

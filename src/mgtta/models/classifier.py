@@ -74,6 +74,7 @@ class Classifier(nn.Module):
             self._last_class = int(self.classes.max())
         self._taps: list[Tap | HeadTap] = [*feature_taps(net, self.norm_types)]
         self.source_share = 0.0  # of the statistics that BatchNorm layers normalise by
+        self.own_share = 0.0  # the same, of each image's own
         self._uses_batch_statistics = False
         self._first_batches = FirstBatches()
         self.full_precision: dict[str, Tensor] = {}
@@ -170,21 +171,24 @@ class Classifier(nn.Module):
         shape = config.get("input_size") or (3, 224, 224)
         return shape[-1], crop
 
-    def use_batch_statistics(self, source_share: float = 0.0) -> "Classifier":
+    def use_batch_statistics(self, source_share: float = 0.0, own_share: float = 0.0) -> "Classifier":
         """Let BatchNorm layers normalise by the current batch; their running statistics do not change.
 
         Args:
             source_share: of the running statistics among those that layers normalise by.
+            own_share: the same of each image's own.
         """
+        use_batch_statistics(self.net, source_share, own_share)
         self._uses_batch_statistics = True
         self.source_share = source_share
-        use_batch_statistics(self.net, source_share)
+        self.own_share = own_share
         return self.train()
 
     def use_running_statistics(self) -> "Classifier":
         """Let BatchNorm layers normalise by their running statistics: undo `use_batch_statistics`."""
         self._uses_batch_statistics = False
         self.source_share = 0.0
+        self.own_share = 0.0
         use_running_statistics(self.net)
         return self.train()
 

@@ -97,6 +97,7 @@ def source_statistics(
     for x in image_batches(clean_images, batch_size):
         _check(x)
         if not sums:
+            model.check(x)
             layer = model.head_layer(x[:2])
         logits, features = model.features(x, HeadTap(layer))
         if not sums:

@@ -18,23 +18,29 @@ from mgtta.models.norms import batch_norms, with_running_statistics
 
 MOMENTUM = 0.1  # share of a batch of MOMENTUM_IMAGES in the stream's statistics
 MOMENTUM_IMAGES = 64
+ROUNDING = 1e-9  # of shares that add up to 1
 
 BatchMoments = tuple[Tensor, Tensor]  # mean and variance (C,)
 
 
-def use_batch_statistics(net: nn.Module, source_share: float = 0.0) -> None:
+def use_batch_statistics(net: nn.Module, source_share: float = 0.0, own_share: float = 0.0) -> None:
     """Let BatchNorm layers normalise by the current batch; their running statistics do not change.
 
     Args:
         source_share: of the running statistics among those that layers normalise by; see blended.py.
+        own_share: the same of each image's own; only with a source_share.
     """
     if not 0 <= source_share <= 1:
         raise ValueError(f"source_share is a share of the statistics: from 0 to 1, not {source_share}")
+    if not 0 <= own_share <= 1 - source_share + ROUNDING:
+        raise ValueError(f"own_share is a share of the statistics: from 0 to 1 - source_share, not {own_share}")
+    if own_share and not source_share:
+        raise ValueError("own_share needs a source_share: an image and its batch have poor statistics")
     for layer in batch_norms(net):
         layer.track_running_stats = False
         unset_forward(layer)
         if source_share and can_blend(layer):
-            set_forward(layer, partial(blended_forward, share=source_share))
+            set_forward(layer, partial(blended_forward, source_share=source_share, own_share=own_share))
         if not has_hook(layer, _batch_statistics_where_defined):
             layer.register_forward_pre_hook(_batch_statistics_where_defined)
 
