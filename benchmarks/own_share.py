@@ -4,7 +4,7 @@
 
 reads FOLDER/NETWORK/*.jsonl: validation streams, and test streams of the shares that were chosen on them. They are by
 
-    python benchmarks/streams.py run --network NETWORK --methods mgtta_plus --seeds 1 \
+    python benchmarks/streams.py run --network NETWORK --methods mgtta_plus,noadapt --seeds 1 \
         --kinds labels,classes,mixed,continual,reset --out FOLDER/NETWORK ... \
         [--streams validation] [--set source_share=0.8,own_share=0.1]
 """
@@ -37,9 +37,9 @@ def compared(folder: Path, split: str) -> str:
                     by_kind.setdefault(record["kind"], []).append(record["top1"])
         for (source, own), by_kind in sorted(found.items()):
             means = [f"{statistics.fmean(by_kind[kind]):.1f}" if kind in by_kind else "" for kind in KINDS]
-            words = "NoAdapt" if source == 1 else f"mgtta+, {source:g}, {1 - source - own:.1g}, {own:g}"
+            words = "NoAdapt" if source == 1 else f"mgtta+, {source:g}, {abs(round(1 - source - own, 2)):g}, {own:g}"
             rows.append([f"{about.words}, {words}", *means])
-    return table(["top-1, %; shares of source, batch, image", *KINDS], rows, right=True)
+    return table(["top-1, %, by the shares of source, batch and image", *KINDS], rows, right=True)
 
 
 def shares(record: dict[str, Any]) -> Shares:
@@ -47,6 +47,8 @@ def shares(record: dict[str, Any]) -> Shares:
     if record["method"] == "noadapt":
         return 1.0, 0.0
     settings = record["settings"]
+    if record["method"] != "mgtta_plus" or not settings.keys() <= {"source_share", "own_share"}:
+        raise ValueError(f"only NoAdapt and mgtta+ with other shares belong here, not {record}")
     return settings.get("source_share", RESNETS["source_share"]), settings.get("own_share", 0.0)
 
 

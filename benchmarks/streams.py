@@ -16,8 +16,8 @@ appended to OUT/streams.jsonl; what is there is not run again. OUT/streams.md is
 With --streams validation they are of the validation images, and the files are named so. --alike sets how much alike
 images must be to count fully in mgtta+'s means; inf: all of them do. --without class_mix (balance, source_share) leaves
 that out of mgtta+ and its kin. --set source_share=0.6,own_share=0.1 gives mgtta+ other settings than its default; its
-files are named so. The kind `long` is the mixed stream eight times over, in other orders; `classes` is the
-mixed stream sorted by class. The network `pacs` has validation streams only.
+files are named so, and have no page. The kind `long` is the mixed stream eight times over, in other orders; `classes`
+is the mixed stream sorted by class. The network `pacs` has validation streams only.
 """
 
 import argparse
@@ -254,7 +254,8 @@ def run(args: argparse.Namespace) -> None:
         with open(store, "a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
         print(method, kind, seed, f"{statistics.fmean(record['top1'] for record in records):.2f}", flush=True)
-    write(args, name)
+    if not args.set:
+        write(args, name)
 
 
 def write(args: argparse.Namespace, name: str = "streams") -> None:

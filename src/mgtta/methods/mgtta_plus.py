@@ -52,10 +52,10 @@ class MGTTAPlus(MGTTA):
     mirror: True, False (then a step costs what MGTTA's does), or "auto": True if the source model predicts at least
     three of four clean images like their mirror images, which `source_statistics` measures.
     balance: no class that is predicted has more than its share in the entropy.
-    class_mix: what comes of unusually frequent classes does not count as a shift; older source statistics lack it.
-    source_share, own_share: of the source's and of each image's statistics among those that BatchNorm layers normalise
-    by; the rest is the batch's. 0.8 and 0.1 suit streams that bring few classes at a time. With a source_share, images
-    that come fewer than 16 at a time, with `gather`, are normalised one by one, and learned from at 0.3 times the rate.
+    class_mix: more of a class than usual does not count as a shift. Needs statistics by class, which older files lack.
+    source_share, own_share: what the source's and each image's own statistics count in BatchNorm layers; the batch's
+    have the rest. With a source_share, images that come fewer than 16 at a time, with `gather`, are normalised one by
+    one, by the source's statistics and 0.07 of their own, and learned from at 0.3 times the rate.
     decay: the learning rate of step t is lr / sqrt(1 + t / decay); by default it does not fall.
     """
 

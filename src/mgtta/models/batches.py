@@ -1,7 +1,7 @@
 """Batches of clean images, from one tensor or from an iterable of batches."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -23,9 +23,11 @@ def image_batches(images: Tensor | Iterable[Any], batch_size: int, max_images: i
         raise TypeError(f"images are a tensor, or batches of tensors such as a DataLoader, not {type(given).__name__}")
     count = 0
     for batch in given:
-        x = batch[0] if isinstance(batch, tuple | list) else batch
+        is_tuple = not isinstance(batch, Tensor | Mapping | str) and hasattr(batch, "__getitem__")
+        x = batch[0] if is_tuple else batch
         if not isinstance(x, Tensor):
-            raise TypeError(f"a batch of images is a tensor (N, ...), not {type(x).__name__}: use torch.as_tensor")
+            found = type(x if isinstance(batch, tuple | list) else batch).__name__
+            raise TypeError(f"a batch of images is a tensor (N, ...), or a tuple that starts with one, not {found}")
         if max_images is not None:
             x = x[: max_images - count]
         count += len(x)

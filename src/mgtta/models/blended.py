@@ -10,7 +10,7 @@ places are many, and of its own domain. For the same reason they may have a shar
 Notation    x (N, C, ...); m, v (C,) its mean and biased variance; a the source's share; P values of a channel
             M = (1 - a) m + a m_S;  V = (1 - a) v + a v_S;  r = 1 / sqrt(V + eps);  y = w r (x - M) + b
             dx = w r (dy - (1 - a) / P (sum(dy) + r^2 (x - m) sum(dy (x - M))))
-With the share o of image i, whose mean and biased variance are m_i, v_i (C,), left to autograd:
+With the share o of image i, whose mean and biased variance are m_i, v_i (C,), left to autograd, in float32:
             M_i = (1 - a - o) m + a m_S + o m_i;  V_i = (1 - a - o) v + a v_S + o v_i
 """
 
@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mgtta._lib.timm import timm
 
 SINGLE_SHARE = 0.07  # of an image's own statistics, where few images come at a time; the rest are the source's
+ROUNDING = 1e-9  # of shares that add up to 1
 
 
 class Normalised(NamedTuple):
@@ -75,17 +76,23 @@ def blended_forward(layer: Any, x: Tensor, source_share: float, own_share: float
 
 
 def _with_own(x: Tensor, layer: Any, source_share: float, own_share: float) -> Normalised:
+    """Return what `blended_norm` does; all means are taken from the source's, so that few digits are lost."""
     exact = _exact(x)
-    own_mean, own_var = _moments(exact)  # (N, C)
+    source_mean = layer.running_mean.to(exact)
+    away = exact - _wide(source_mean, x)
+    own_mean, own_var = _moments(away)  # (N, C)
     mean = own_mean.mean(0)  # (C,)
     var = own_var.mean(0) + own_mean.var(0, correction=0)
+    blend = own_share * own_mean  # (N, C)
+    spread = source_share * layer.running_var.to(var) + own_share * own_var
     batch_share = 1 - source_share - own_share
-    blend = source_share * layer.running_mean.to(mean) + batch_share * mean + own_share * own_mean  # (N, C)
-    spread = source_share * layer.running_var.to(var) + batch_share * var + own_share * own_var
+    if batch_share > ROUNDING:  # otherwise an image that is not finite leaves the others alone
+        blend = blend + batch_share * mean
+        spread = spread + batch_share * var
     slope = layer.weight * (spread + layer.eps).rsqrt()
     start = layer.bias - blend * slope
-    y = torch.addcmul(start[_places(x)], exact, slope[_places(x)])
-    return Normalised(y.to(x.dtype), mean.detach(), var.detach())
+    y = torch.addcmul(start[_places(x)], away, slope[_places(x)])
+    return Normalised(y.to(x.dtype), (mean + source_mean).detach(), var.detach())
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:

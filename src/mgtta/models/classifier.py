@@ -176,7 +176,7 @@ class Classifier(nn.Module):
 
         Args:
             source_share: of the running statistics among those that layers normalise by.
-            own_share: the same of each image's own.
+            own_share: of each image's own statistics.
         """
         use_batch_statistics(self.net, source_share, own_share)
         self._uses_batch_statistics = True

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mgtta.models.blended import blended_forward, can_blend
+from mgtta.models.blended import ROUNDING, blended_forward, can_blend
 from mgtta.models.hooks import has_hook, own_hook, remove_hook, set_forward, unset_forward
 from mgtta.models.norms import batch_norms, with_running_statistics
 
 MOMENTUM = 0.1  # share of a batch of MOMENTUM_IMAGES in the stream's statistics
 MOMENTUM_IMAGES = 64
-ROUNDING = 1e-9  # of shares that add up to 1
 
 BatchMoments = tuple[Tensor, Tensor]  # mean and variance (C,)
 
@@ -28,14 +27,17 @@ def use_batch_statistics(net: nn.Module, source_share: float = 0.0, own_share: f
 
     Args:
         source_share: of the running statistics among those that layers normalise by; see blended.py.
-        own_share: the same of each image's own; only with a source_share.
+        own_share: of each image's own statistics; only with a source_share.
     """
     if not 0 <= source_share <= 1:
         raise ValueError(f"source_share is a share of the statistics: from 0 to 1, not {source_share}")
     if not 0 <= own_share <= 1 - source_share + ROUNDING:
-        raise ValueError(f"own_share is a share of the statistics: from 0 to 1 - source_share, not {own_share}")
+        most = 1 - source_share
+        raise ValueError(
+            f"own_share is a share of the statistics: from 0 to {most:g} (1 - source_share), not {own_share}"
+        )
     if own_share and not source_share:
-        raise ValueError("own_share needs a source_share: an image and its batch have poor statistics")
+        raise ValueError("own_share needs a source_share above 0")
     for layer in batch_norms(net):
         layer.track_running_stats = False
         unset_forward(layer)
