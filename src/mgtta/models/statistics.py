@@ -31,11 +31,9 @@ def use_batch_statistics(net: nn.Module, source_share: float = 0.0, own_share: f
     """
     if not 0 <= source_share <= 1:
         raise ValueError(f"source_share is a share of the statistics: from 0 to 1, not {source_share}")
-    if not 0 <= own_share <= 1 - source_share + ROUNDING:
-        most = 1 - source_share
-        raise ValueError(
-            f"own_share is a share of the statistics: from 0 to {most:g} (1 - source_share), not {own_share}"
-        )
+    most = 1 - source_share
+    if not 0 <= own_share <= most + ROUNDING:
+        raise ValueError(f"own_share is a share of what source_share leaves: from 0 to {most:g}, not {own_share}")
     if own_share and not source_share:
         raise ValueError("own_share needs a source_share above 0")
     for layer in batch_norms(net):
