@@ -8,15 +8,12 @@ reads FOLDER/NETWORK/validation.jsonl and validation_without_class_mix.jsonl, wh
         --kinds one,continual,mixed,labels,classes,reset,clean --out FOLDER/NETWORK ... [--without class_mix]
 """
 
-import argparse
 import statistics
 from pathlib import Path
 from typing import Any
 
-from pages import between, read_lines, table
+from pages import between, fill, read_lines, table
 from stream_images import NETWORKS
-
-from mgtta._lib.files import atomic
 
 KINDS = ("reset", "continual", "mixed", "one", "labels", "classes", "clean")
 
@@ -44,16 +41,10 @@ def compared(folder: Path) -> str:
     return table(["top-1, %", *KINDS], rows, right=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("page", type=Path, help="its marks class_mix:start and class_mix:end stand around the table")
-    args = parser.parse_args()
-    text = compared(args.folder)
-    with atomic(args.page) as path:
-        path.write_text(between(args.page.read_text(), "class_mix", text))
-    print(text)
+def with_tables(page: str, folder: Path) -> str:
+    """Return the page with the table between its marks."""
+    return between(page, "class_mix", compared(folder))
 
 
 if __name__ == "__main__":
-    main()
+    fill(__doc__, with_tables)

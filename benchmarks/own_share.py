@@ -1,4 +1,4 @@
-"""The tables "Few classes at a time" of docs/research.md: shares of statistics by which BatchNorm layers normalise.
+"""The tables "Images' own statistics in batches" of docs/research.md: shares of what BatchNorm layers normalise by.
 
     python benchmarks/own_share.py results/research/own_share docs/research.md
 
@@ -9,15 +9,13 @@ reads FOLDER/NETWORK/*.jsonl: validation streams, and test streams of the shares
         [--streams validation] [--set source_share=0.8,own_share=0.1]
 """
 
-import argparse
 import statistics
 from pathlib import Path
 from typing import Any
 
-from pages import between, read_lines, table
+from pages import between, fill, read_lines, table
 from stream_images import NETWORKS
 
-from mgtta._lib.files import atomic
 from mgtta.methods.mgtta_plus import RESNETS
 
 KINDS = ("reset", "continual", "mixed", "labels", "classes")
@@ -59,15 +57,5 @@ def with_tables(page: str, folder: Path) -> str:
     return page
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("page", type=Path, help="it has marks such as own_share_test:start around each table")
-    args = parser.parse_args()
-    text = with_tables(args.page.read_text(), args.folder)
-    with atomic(args.page) as path:
-        path.write_text(text)
-
-
 if __name__ == "__main__":
-    main()
+    fill(__doc__, with_tables)

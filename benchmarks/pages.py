@@ -1,5 +1,6 @@
 """What programs read and write: lines of JSON, tables in Markdown, and a page's text between two marks."""
 
+import argparse
 import json
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -23,6 +24,22 @@ def between(page: str, name: str, text: str) -> str:
     before, rest = page.split(start)
     _, after = rest.split(end)
     return f"{before}{start}\n{text}\n{end}{after}"
+
+
+def fill(words: str | None, with_tables: Callable[[str, Path], str]) -> None:
+    """Run a program that takes a folder of records and a page, and writes the page with its tables.
+
+    Args:
+        words: what the program is, for --help.
+        with_tables: takes the page's text and the folder, and returns the new text.
+    """
+    parser = argparse.ArgumentParser(description=words, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of records")
+    parser.add_argument("page", type=Path, help="it has marks such as NAME:start and NAME:end around each table")
+    args = parser.parse_args()
+    text = with_tables(args.page.read_text(), args.folder)
+    with atomic(args.page) as path:
+        path.write_text(text)
 
 
 def table(head: list[str], rows: Iterable[list[str]], right: bool = False) -> str:

@@ -8,16 +8,14 @@ trials.jsonl is the top-1 of a method at some settings on one kind of stream, ea
 images, with shares of statistics, and each of learned.jsonl that of single images with learning.
 """
 
-import argparse
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pages import between, read_lines, table
+from pages import between, fill, read_lines, table
 from stream_images import NETWORKS
 
-from mgtta._lib.files import atomic
 from mgtta.report.summary import spelled
 
 BATCHNORM = ("resnet50", "cifar10")
@@ -101,15 +99,5 @@ def with_tables(page: str, folder: Path) -> str:
     return between(page, "calm", calm(trials))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="of trials.jsonl, single.jsonl and learned.jsonl")
-    parser.add_argument("page", type=Path, help="it has marks such as batchnorm:start around each table")
-    args = parser.parse_args()
-    text = with_tables(args.page.read_text(), args.folder)
-    with atomic(args.page) as path:
-        path.write_text(text)
-
-
 if __name__ == "__main__":
-    main()
+    fill(__doc__, with_tables)

@@ -1,5 +1,6 @@
 """The research harness agrees with the library where it tries nothing new."""
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -108,21 +109,17 @@ def test_the_logs_tables_are_of_the_results_that_are_kept():
     assert log == between(log, "research", page({r["key"]: r for r in map(json.loads, lines)}))
 
 
-def test_the_tables_of_trials_are_of_the_results_that_are_kept(monkeypatch):
+@pytest.mark.parametrize(
+    ("program", "folder", "row"),
+    [
+        ("trials", "batchnorm", "| ResNet-50, mgtta+, lr 0.01, share 0.3, calm 16 |"),
+        ("own_share", "own_share", "| ResNet-56, mgtta+, 0.8, 0.1, 0.1 |"),
+        ("class_mix", "class_mix", "| ResNet-56, 872 training images: with class_mix |"),
+    ],
+)
+def test_the_tables_of_trials_are_of_the_results_that_are_kept(program, folder, row):
     root = Path(__file__).parent.parent
-    monkeypatch.syspath_prepend(root / "benchmarks")
-    import trials
-
     log = (root / "docs" / "research.md").read_text()
-    assert log == trials.with_tables(log, root / "results" / "research" / "batchnorm")
-    assert "| ResNet-50, mgtta+, lr 0.01, share 0.3, calm 16 |" in log
-
-
-def test_the_tables_of_own_shares_are_of_the_results_that_are_kept(monkeypatch):
-    root = Path(__file__).parent.parent
-    monkeypatch.syspath_prepend(root / "benchmarks")
-    import own_share
-
-    log = (root / "docs" / "research.md").read_text()
-    assert log == own_share.with_tables(log, root / "results" / "research" / "own_share")
-    assert "| ResNet-56, mgtta+, 0.8, 0.1, 0.1 |" in log
+    with_tables = importlib.import_module(program).with_tables
+    assert log == with_tables(log, root / "results" / "research" / folder)
+    assert row in log

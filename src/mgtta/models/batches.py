@@ -26,8 +26,8 @@ def image_batches(images: Tensor | Iterable[Any], batch_size: int, max_images: i
         is_tuple = not isinstance(batch, Tensor | Mapping | str) and hasattr(batch, "__getitem__")
         x = batch[0] if is_tuple else batch
         if not isinstance(x, Tensor):
-            found = type(x if isinstance(batch, tuple | list) else batch).__name__
-            raise TypeError(f"a batch of images is a tensor (N, ...), or a tuple that starts with one, not {found}")
+            kind = type(x).__name__
+            raise TypeError(f"a batch of images is a tensor (N, ...), or a tuple that starts with one, not {kind}")
         if max_images is not None:
             x = x[: max_images - count]
         count += len(x)

@@ -91,7 +91,7 @@ def _with_own(x: Tensor, layer: Any, source_share: float, own_share: float) -> N
         spread = spread + batch_share * var
     slope = layer.weight * (spread + layer.eps).rsqrt()
     start = layer.bias - blend * slope
-    y = torch.addcmul(start[_places(x)], away, slope[_places(x)])
+    y = torch.addcmul(_wide(start, x), away, _wide(slope, x))
     return Normalised(y.to(x.dtype), (mean + source_mean).detach(), var.detach())
 
 
@@ -170,10 +170,5 @@ def _axes(x: Tensor) -> list[int]:
 
 
 def _wide(t: Tensor, x: Tensor) -> Tensor:
-    """Return values of channels (C,) so that they can be combined with x (N, C, ...)."""
-    return t.view(1, -1, *(1 for _ in x.shape[2:]))
-
-
-def _places(x: Tensor) -> tuple[Any, ...]:
-    """Return the index by which values of images and channels (N, C) can be combined with x (N, C, ...)."""
-    return (..., *(None for _ in x.shape[2:]))
+    """Return values of channels (C,), or of each image's (N, C), so that they can be combined with x (N, C, ...)."""
+    return t.view(*t.shape, *(1 for _ in x.shape[2:]))

@@ -70,8 +70,7 @@ def check_images(x: Tensor, name: str, channels: int | None, takes_empty: bool) 
     if not isinstance(x, Tensor):
         raise TypeError(f"images must be a torch.Tensor, not {type(x).__name__}")
     if channels is not None and (x.ndim != 4 or x.shape[1] != channels):
-        hint = "; x.unsqueeze(0) makes a batch of one image, a DataLoader batches of many" if x.ndim == 3 else ""
-        raise ValueError(f"{name} takes images of shape (N, {channels}, H, W), not {tuple(x.shape)}{hint}")
+        raise ValueError(f"{name} takes images of shape (N, {channels}, H, W), not {tuple(x.shape)}{_hint(x)}")
     if x.ndim < 2 or (x.numel() == 0 and not takes_empty):
         raise ValueError(f"the batch is empty or has no batch dimension: its shape is {tuple(x.shape)}")
     if x.dtype != torch.uint8 and not x.is_floating_point():
@@ -102,5 +101,9 @@ def refused(error: Exception, x: Tensor, name: str) -> ValueError | None:
     """Return the error to raise where a network refuses images x; None where its error is about something else."""
     if isinstance(error, RuntimeError) and not REFUSAL.search(str(error)):
         return None
-    hint = "; x.unsqueeze(0) makes a batch of one image, a DataLoader batches of many" if x.ndim == 3 else ""
-    return ValueError(f"{name} refuses images of shape {tuple(x.shape)}: {error}{hint}")
+    return ValueError(f"{name} refuses images of shape {tuple(x.shape)}: {error}{_hint(x)}")
+
+
+def _hint(x: Tensor) -> str:
+    """Return what to do if x looks like one image; empty if it does not."""
+    return "; x.unsqueeze(0) makes a batch of one image, a DataLoader batches of many" if x.ndim == 3 else ""
