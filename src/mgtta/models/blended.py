@@ -10,8 +10,10 @@ places are many, and of its own domain. For the same reason they may have a shar
 Notation    x (N, C, ...); m, v (C,) its mean and biased variance; a the source's share; P values of a channel
             M = (1 - a) m + a m_S;  V = (1 - a) v + a v_S;  r = 1 / sqrt(V + eps);  y = w r (x - M) + b
             dx = w r (dy - (1 - a) / P (sum(dy) + r^2 (x - m) sum(dy (x - M))))
-With the share o of image i, whose mean and biased variance are m_i, v_i (C,), left to autograd, in float32:
-            M_i = (1 - a - o) m + a m_S + o m_i;  V_i = (1 - a - o) v + a v_S + o v_i
+With the share o of image i, whose mean and biased variance are m_i, v_i (C,), and N images of Q places each:
+            M_i = b m + a m_S + o m_i;  V_i = b v + a v_S + o v_i;  r_i = 1 / sqrt(V_i + eps);  b = 1 - a - o
+            dM_i = -w r_i sum(dy_i);  dV_i = -w r_i^3 sum(dy_i (x_i - M_i)) / 2, the gradients for M_i and V_i
+            dx_i = w r_i dy_i + o / Q (dM_i + 2 (x_i - m_i) dV_i) + b / P (sum(dM) + 2 (x_i - m) sum(dV))
 """
 
 from typing import Any, NamedTuple
@@ -76,23 +78,9 @@ def blended_forward(layer: Any, x: Tensor, source_share: float, own_share: float
 
 
 def _with_own(x: Tensor, layer: Any, source_share: float, own_share: float) -> Normalised:
-    """Return what `blended_norm` does; all means are taken from the source's, so that few digits are lost."""
-    exact = _exact(x)
-    source_mean = layer.running_mean.to(exact)
-    away = exact - _wide(source_mean, x)
-    own_mean, own_var = _moments(away)  # (N, C)
-    mean = own_mean.mean(0)  # (C,)
-    var = own_var.mean(0) + own_mean.var(0, correction=0)
-    blend = own_share * own_mean  # (N, C)
-    spread = source_share * layer.running_var.to(var) + own_share * own_var
-    batch_share = 1 - source_share - own_share
-    if batch_share > ROUNDING:  # otherwise an image that is not finite leaves the others alone
-        blend = blend + batch_share * mean
-        spread = spread + batch_share * var
-    slope = layer.weight * (spread + layer.eps).rsqrt()
-    start = layer.bias - blend * slope
-    y = torch.addcmul(_wide(start, x), away, _wide(slope, x))
-    return Normalised(y.to(x.dtype), (mean + source_mean).detach(), var.detach())
+    """Return what `blended_norm` does, with a share of each image's own statistics."""
+    args = (layer.weight, layer.bias, layer.running_mean, layer.running_var)
+    return Normalised(*_BlendedWithOwn.apply(x, *args, source_share, own_share, layer.eps))
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,6 +141,63 @@ class _Blended(torch.autograd.Function):
             slope = _exact(dy) - _wide(total / values, x) - away * _wide(scale.square() * moved / values, x)
             dx = (slope * _wide(weight * scale, x)).to(x.dtype)
         return dx, dw, db, None, None, None, None
+
+
+class _BlendedWithOwn(torch.autograd.Function):
+    """All means are taken from the source's, so that few digits are lost."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        mean_s: Tensor,
+        var_s: Tensor,
+        source_share: float,
+        own_share: float,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        away = _exact(x) - _wide(mean_s, x)
+        own_mean, own_var = _moments(away)  # (N, C)
+        mean = own_mean.mean(0)  # (C,)
+        var = own_var.mean(0) + own_mean.var(0, correction=0)
+        blend = own_share * own_mean  # (N, C)
+        spread = source_share * var_s.to(var) + own_share * own_var
+        batch_share = 1 - source_share - own_share
+        if batch_share > ROUNDING:  # otherwise an image that is not finite leaves the others alone
+            blend = blend + batch_share * mean
+            spread = spread + batch_share * var
+        scale = (spread + eps).rsqrt()
+        slope = weight * scale
+        y = torch.addcmul(_wide(bias - blend * slope, x), away, _wide(slope, x)).to(x.dtype)
+        found = mean + mean_s
+        ctx.save_for_backward(x, weight, mean_s, own_mean, mean, blend, scale)
+        ctx.shares = (own_share, batch_share)
+        ctx.mark_non_differentiable(found, var)
+        return y, found, var
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, weight, mean_s, own_mean, mean, blend, scale = ctx.saved_tensors
+        own_share, batch_share = ctx.shares
+        away = _exact(x) - _wide(mean_s, x)
+        exact = _exact(dy)
+        total = exact.flatten(2).sum(2)  # (N, C)
+        moved = (exact * away).flatten(2).sum(2) - blend * total
+        slope = weight * scale
+        to_mean = -slope * total
+        to_var = -slope * scale.square() * moved / 2
+        places = x.shape[2:].numel()
+        rise = own_share / places * 2 * to_var
+        start = own_share / places * to_mean - rise * own_mean
+        if batch_share > ROUNDING:
+            share = batch_share / (len(x) * places)
+            common = share * 2 * to_var.sum(0)  # (C,)
+            start = start + share * to_mean.sum(0) - common * mean
+            rise = rise + common
+        dx = torch.addcmul(_wide(start, x), away, _wide(rise, x)).addcmul_(exact, _wide(slope, x))
+        return dx.to(x.dtype), (moved * scale).sum(0), total.sum(0), None, None, None, None, None
 
 
 def _has_kernels(x: Tensor) -> bool:
