@@ -10,7 +10,8 @@ were gathered. Only there are statistics collected from small batches: layer by 
 by the same images. Statistics of layers behind others that normalise otherwise do not fit together.
 
 A network that blends statistics, that of mgtta+ on ResNets, predicts few images one by one (models/blended.py). It
-learns from them in the same way: what is learned under other statistics does harm under these.
+learns from them in the same way: what is learned under other statistics does harm under these. Where classes come in
+turn (turns.py), no batch has statistics to normalise by, however large: its images are also taken one by one.
 """
 
 import math
@@ -27,6 +28,7 @@ from mgtta._lib.names import spelled
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.shift import Arriving
 from mgtta.adaptation.step import Pass, scaled_rates
+from mgtta.adaptation.turns import Turns
 from mgtta.adaptation.wrapper import Wrapper
 from mgtta.models.classifier import Classifier
 from mgtta.models.statistics import StreamStatistics, running_statistics
@@ -46,6 +48,7 @@ class Gathered(Wrapper):
         images: the number of images; with ranks, on all of them together.
         kept: the images that wait, batch by batch, as they came. Whether those of the last batch do is known before the
             next one: a GPU is not waited for.
+        turns: whether classes come in turn; None if the network blends no statistics, for which it makes no difference.
     """
 
     state_name = "gather"
@@ -53,6 +56,7 @@ class Gathered(Wrapper):
     _kept: list[Tensor]
     _tried: list[Tensor]  # learned from before it was known whether the last of them was finite
     _total: Arriving  # sum of the absolute logits of the last batch
+    turns: Turns | None
 
     def __init__(self, method: Method, images: int):
         name = spelled(method.name)
@@ -77,12 +81,13 @@ class Gathered(Wrapper):
         if self.paused or self.spent:
             return Pass(self.predict(x))
         self.model.check(x)
+        self._look_at_turns()
         if not learn:
             return self._predict(x)
         ranks = self.ranks
         before, coming = ranks.total([self.waiting, len(x)])
         if not before and coming >= self.images and not self._poor(len(x)):
-            return self.method.step(x)
+            return self._step_at_once(x)
         seen = self._predict(x)
         self._kept.append(x.detach().clone())
         self._total.send(torch.linalg.vector_norm(seen.logits, 1), None)  # one kernel; finite only if all logits are
@@ -90,6 +95,17 @@ class Gathered(Wrapper):
             self._learn_together(before + coming)
         elif ranks.size > 1:  # they decide together, at each call
             self._settle()
+        return seen
+
+    def _step_at_once(self, x: Tensor) -> Pass:
+        """Predict x and learn from it in one step."""
+        if self.one_by_one(len(x)):
+            with self._by_image(), self._slower():
+                seen = self.method.step(x, collect=False)
+        else:
+            seen = self.method.step(x)
+        if self.turns is not None:
+            self.turns.follow(seen.logits)
         return seen
 
     def _learn_together(self, expected: float) -> None:
@@ -128,14 +144,14 @@ class Gathered(Wrapper):
         self.engine.skipped += 1
 
     def learn(self, x: Tensor, few: bool = False) -> Pass:
-        if not few or not self._blends:
+        if self.turns is None or not (few or self.turns.come):
             return self.method.step(x, observe=False, collect=few)
-        assert self.optimizer is not None
-        with self._by_image(), scaled_rates(self.optimizer, BY_IMAGE_RATE):
+        with self._by_image(), self._slower():
             return self.method.step(x, observe=False, collect=False)
 
     def predict(self, x: Tensor) -> Tensor:
         self.model.check(x)
+        self._look_at_turns()
         with self._normalising(len(x)):
             return self.method.predict(x)
 
@@ -148,15 +164,19 @@ class Gathered(Wrapper):
             return
         with self._normalising(len(x)):
             self.method.warm_up(x, learn=False, collect=not few)
-        with self._by_image() if few and self._blends else nullcontext():
+        with self._by_image() if few and self.turns is not None else nullcontext():
             together = x.repeat(batches, *(1 for _ in x.shape[1:]))
-            self.method.warm_up(together, learn=True, observe=False, collect=few and not self._blends)
+            self.method.warm_up(together, learn=True, observe=False, collect=few and self.turns is None)
 
     def own(self) -> dict[str, Any]:
-        return {"kept": [x.clone() for x in self.kept]}
+        state: dict[str, Any] = {"kept": [x.clone() for x in self.kept]}
+        if self.turns is not None:
+            state["turns"] = self.turns.state()
+        return state
 
-    def check_own(self, state: Any) -> list[Tensor]:
-        if not isinstance(state, dict) or state.keys() != {"kept"}:
+    def check_own(self, state: Any) -> tuple[list[Tensor], Turns | None]:
+        names = {"kept"} if self.turns is None else {"kept", "turns"}
+        if not isinstance(state, dict) or not {"kept"} <= state.keys() <= names:
             raise ValueError("invalid gather state: it has other entries")
         kept = state["kept"]
         if not isinstance(kept, list | tuple) or not all(isinstance(x, Tensor) and x.ndim for x in kept):
@@ -168,20 +188,37 @@ class Gathered(Wrapper):
                 self.model.check(x)
         except (TypeError, ValueError) as error:
             raise ValueError(f"invalid gather state: {error}") from error
-        return [x.clone() for x in kept]
+        turns = None if self.turns is None else Turns()
+        if "turns" in state:  # files of earlier versions have none
+            turns = Turns.loaded(state["turns"], self.model.num_classes)
+        return [x.clone() for x in kept], turns
 
-    def load_own(self, checked: list[Tensor]) -> None:
+    def load_own(self, checked: tuple[list[Tensor], Turns | None]) -> None:
         self.begin()
-        self._kept += checked
+        kept, self.turns = checked
+        self._kept += kept
 
     def begin(self) -> None:
         self._kept = []
         self._tried = []
         self._total = Arriving()
+        self.turns = Turns() if self._blends else None
+
+    def one_by_one(self, n: int) -> bool:
+        """Return whether a batch of n images is normalised image by image, as things stood when the last one came."""
+        return self.turns is not None and (n < FEW_IMAGES or self.turns.come)
+
+    def _look_at_turns(self) -> None:
+        if self.turns is not None:
+            self.turns.settle()
 
     def _predict(self, x: Tensor) -> Pass:
         with self._normalising(len(x)):
-            return self.method.step(x, learn=False, collect=not self._poor(len(x)))
+            poor = self._poor(len(x)) or self.one_by_one(len(x))
+            seen = self.method.step(x, learn=False, collect=not poor)
+        if self.turns is not None and not self._poor(len(x)):
+            self.turns.follow(seen.logits)
+        return seen
 
     def _alike(self) -> list[Tensor]:
         """Return the kept images of the most frequent shape and dtype, batch by batch."""
@@ -202,9 +239,16 @@ class Gathered(Wrapper):
 
     def _normalising(self, n: int) -> AbstractContextManager[None]:
         """Return a block in which BatchNorm layers normalise n images as suits so many."""
-        if not self._poor(n):
-            return nullcontext()
-        return self._by_image() if self._blends else self._stream_statistics()
+        if self.one_by_one(n):
+            return self._by_image()
+        if self._poor(n):
+            return self._stream_statistics()
+        return nullcontext()
+
+    def _slower(self) -> AbstractContextManager[None]:
+        """Return a block in which the learning rate is that of images which are normalised one by one."""
+        assert self.optimizer is not None
+        return scaled_rates(self.optimizer, BY_IMAGE_RATE)
 
     @contextmanager
     def _by_image(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ from mgtta.adaptation.method import Events, Method
 from mgtta.adaptation.reference import SAMPLE_IMAGES, Reference
 from mgtta.adaptation.step import Pass
 from mgtta.adaptation.watch import KNOWN_IMAGES, Watch, blended, saved_watch, what_is_lost
-from mgtta.adaptation.wrapper import Wrapper, source_model
+from mgtta.adaptation.wrapper import Wrapper
 
 EARLY_IMAGES = 1024  # in which every small batch is asked about; after k times as many, one in k
 LONGEST_PAUSE = 8  # times `every`, between two questions about large batches
@@ -89,7 +89,7 @@ class Guarded(Wrapper):
     def __init__(self, method: Method | Wrapper, guard: Guard):
         super().__init__(method)
         self.guard = guard
-        self.reference = Reference(source_model(method), method.model)
+        self.reference = Reference(method)
         self._rates = [group["lr"] for group in method.optimizer.param_groups] if method.optimizer else []
         self.shown = torch.ones(0, dtype=torch.bool)
         self.begin()

@@ -3,15 +3,18 @@
 In networks with BatchNorm most methods normalise by the present batch. That alone changes many predictions, mostly for
 the better. There the source is asked about whole batches and normalises as the method does, so that the two differ only
 by what was learned. In very small batches such statistics are poor: the source uses its own, and if the method blends
-statistics a little of each image's, as the method does (models/blended.py).
+statistics a little of each image's, as the method does (models/blended.py), also where classes come in turn (turns.py).
 """
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from mgtta.adaptation.gathered import FEW_IMAGES
+from mgtta.adaptation.gathered import FEW_IMAGES, Gathered
+from mgtta.adaptation.method import Method
+from mgtta.adaptation.wrapper import Wrapper, source_model
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import batch_norms
 from mgtta.models.statistics import image_by_image
@@ -29,14 +32,16 @@ class Reference(nn.Module):
         unlearned: the same, normalising by the batch; None if the method does not.
     """
 
-    def __init__(self, source: Classifier, adapting: Classifier):
+    def __init__(self, method: Method | Wrapper):
         super().__init__()
-        self.source = source
+        self.source = source_model(method)
+        self.one_by_one = _one_by_one_in(method)
         self.unlearned: Classifier | None = None
+        adapting = method.model
         if adapting._uses_batch_statistics and batch_norms(adapting.net):
-            shared = {id(p): p for p in source.parameters()}
+            shared = {id(p): p for p in self.source.parameters()}
             shares = (adapting.source_share, adapting.own_share)
-            self.unlearned = copy.deepcopy(source, shared).use_batch_statistics(*shares)
+            self.unlearned = copy.deepcopy(self.source, shared).use_batch_statistics(*shares)
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
@@ -45,7 +50,7 @@ class Reference(nn.Module):
 
     def by_batch(self, n: int) -> bool:
         """Return whether a batch of n images is normalised by its own statistics."""
-        return self.unlearned is not None and n >= FEW_IMAGES
+        return self.unlearned is not None and n >= FEW_IMAGES and not self.one_by_one(n)
 
     def sample(self, n: int, seed: int) -> Tensor:
         """Return the numbers of the images of a batch of n that are asked about (k,): a fair sample, or all.
@@ -84,3 +89,16 @@ class Reference(nn.Module):
             return self.source(x)
         with image_by_image(self.unlearned.net):
             return self.unlearned(x)
+
+
+def _one_by_one_in(method: Method | Wrapper) -> Callable[[int], bool]:
+    """Return what tells whether a method normalises a batch of n images one by one."""
+    while isinstance(method, Wrapper):
+        if isinstance(method, Gathered):
+            return method.one_by_one
+        method = method.method
+    return _never
+
+
+def _never(_n: int) -> bool:
+    return False

@@ -34,6 +34,7 @@ class Descent:
     momentum: float = 0.9
     nesterov: bool = False
     generator: Generator = "imagenet"
+    betas: tuple[float, float] | None = None
     fixed: bool = False
 
     def settings(self) -> dict[str, Any]:
@@ -41,7 +42,9 @@ class Descent:
         if not self.fixed:
             names = ["lr", "optimizer", "momentum", "nesterov", "generator"]
         elif self.optimizer == "mgg":
-            names = ["lr", "generator"]
+            names = ["lr", "generator", "betas"]
+        elif self.optimizer == "adam":
+            names = ["lr", "betas"]
         else:
             names = ["lr"]
         return {name: getattr(self, name) for name in names}
@@ -51,13 +54,14 @@ class Descent:
         if self.optimizer == "sgd":
             nesterov = self.nesterov and self.momentum > 0  # torch rejects it without momentum
             return partial(SGD, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
+        own = {} if self.betas is None else {"betas": tuple(self.betas)}
         if self.optimizer == "adam":
-            return partial(Adam, lr=self.lr)
+            return partial(Adam, lr=self.lr, **own)
         if self.optimizer == "mgg":
             generator = self.generator
             if not isinstance(generator, MetaGradientGenerator):
                 generator = load_generator(generator)
-            return partial(MGG, generator=generator, lr=self.lr)
+            return partial(MGG, generator=generator, lr=self.lr, **own)
         raise unknown("optimizer", self.optimizer, OPTIMIZERS)
 
 
