@@ -65,7 +65,7 @@ def moved_to(
         known: what `join` gave.
         mu: the source's mean of the values.
         moved: how far classes move it; None: not at all.
-        constants: ALIKE, FADING, PRIOR_IMAGES and LEAST_STD of mgtta.methods._neighbours.
+        constants: ALIKE, FADING, PRIOR_IMAGES and LEAST_STD of the neighbours.
     """
     all_keys, all_values, there = known
     alike, fading, prior, least = constants

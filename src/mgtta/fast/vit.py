@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mgtta._lib.timm import timm
+from mgtta.fast.attention import attention_of_one
 from mgtta.fast.bf16 import How, Views
 from mgtta.fast.float8 import FLOAT8, Float8Weights, float8_weights, multiplies_float8
 from mgtta.fast.kernels import (
@@ -259,18 +260,9 @@ def _class_token(block: Any, h: Tensor, x: Tensor, keep: torch.dtype | None) -> 
     size = len(weight) // 3
     q = F.linear(h[:, :1], weight[:size], None if bias is None else bias[:size])
     kv = F.linear(h, weight[size:], None if bias is None else bias[size:])
-    k, v = kv.view(n, length, 2, attn.num_heads, -1).unbind(2)
-    a = _attention_of_one(q.view(n, 1, attn.num_heads, -1), k, v).to(x.dtype).view(n, 1, -1)
+    pairs = kv.view(n, length, 2, attn.num_heads, -1)
+    a = attention_of_one(q.view(n, 1, attn.num_heads, -1), pairs).to(x.dtype).view(n, 1, -1)
     return _mlp(block, x[:, :1] + block.ls1(attn.proj(a)), keep)
-
-
-def _attention_of_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return the attention of one query (N, 1, heads, size) over keys and values (N, L, heads, size), in float32.
-
-    Attention kernels are made for many queries. This takes three passes over memory, and four in the backward pass.
-    """
-    weights = (q.float() * k.float()).sum(-1, keepdim=True).mul(q.shape[-1] ** -0.5).softmax(1)
-    return (weights * v.float()).sum(1)
 
 
 def _mlp(

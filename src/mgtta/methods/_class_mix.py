@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from mgtta._lib.ranks import Alone
-from mgtta.fast.answer import has_answer_kernels, mixed
 from mgtta.models.class_map import ClassMap
 from mgtta.models.classifier import Classifier
 from mgtta.models.source import SourceStatistics
@@ -64,8 +63,6 @@ class ClassMix(nn.Module):
         Args:
             observe: take the batch into the running means.
         """
-        if has_answer_kernels(logits) and ranks.size == 1 and self.usual.dtype == logits.dtype:
-            return self._by_kernels(logits, observe)
         mean, count = self._mean(logits, ranks)
         images = (self.images + count).clamp(max=USUAL_IMAGES)
         usual = self.usual.lerp(mean, (count / images).clamp(max=1))
@@ -75,13 +72,6 @@ class ClassMix(nn.Module):
             self.usual.copy_(usual)
             self.images.copy_(images)
         return self._features_moved(recent - usual)[-1]
-
-    def _by_kernels(self, logits: Tensor, observe: bool) -> Tensor:
-        """Return what `of_stream` does, by few kernels on a GPU."""
-        self.by_class = self.by_class.to(logits)
-        up = self.by_class.up[:, -self.widths[-1] :]
-        means = (self.recent, self.usual, self.images)
-        return mixed(logits.softmax(1), means, self.by_class.down, up, observe, (RECENT_IMAGES, USUAL_IMAGES))
 
     def now(self) -> Tensor:
         """Return how far the classes of the last images move the mean of what the head reads (d,)."""

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from mgtta._lib.ranks import Alone
-from mgtta.fast import answer
 
 MEMORY_IMAGES = 160  # that are remembered: two batches and a half of 64
 ALIKE = 1.0  # D up to which images are alike and count fully: one that is nearly the same counts no more than others
@@ -73,20 +72,6 @@ class Neighbours(nn.Module):
         beyond = (distance - ALIKE).clamp(min=0)
         weight = known.there * (-beyond / FADING).exp()
         return (PRIOR_IMAGES * mu + weight @ known.values) / (PRIOR_IMAGES + weight.sum(1, keepdim=True))
-
-    def moved_by_kernels(self, keys: Tensor, values: Tensor, mu: Tensor, moved: Tensor | None, n: int, observe: bool) -> Tensor:
-        """Return mu - m_i + moved for each image of a batch (n, d), and remember them, by few kernels on a GPU.
-
-        Args:
-            keys, values: of all views of the images, (v n, K) and (v n, d).
-        """
-        own = (self.keys, self.values, self.known)
-        known = answer.join(own, keys, values, n)
-        constants = (ALIKE, FADING, float(PRIOR_IMAGES), LEAST_STD)
-        direction = answer.moved_to(keys, known, mu, moved, n, constants)
-        if observe:
-            answer.remember(known, own)
-        return direction
 
     def mean(self, mu: Tensor) -> Tensor:
         """Return the mean over all images that are remembered (d,), alike or not."""

@@ -15,18 +15,17 @@ from torch import Tensor, nn
 
 from mgtta.adaptation.method import OptimizerFactory
 from mgtta.adaptation.step import Pass
-from mgtta.fast.answer import add_through_head, has_answer_kernels
 from mgtta.losses import fair_share
 from mgtta.methods._class_mix import class_mix_for
 from mgtta.methods._descent import Descent, constant_rate
 from mgtta.methods._head import check_head, through_head
 from mgtta.methods._mirror import mirrors, with_mirror_images
 from mgtta.methods._neighbours import Neighbours
-from mgtta.methods.mgtta import MGTTA
+from mgtta.methods._quick_answer import QuickAnswer
 from mgtta.methods.registry import GENERATOR, SOURCE, register
 from mgtta.models.classifier import Classifier
 from mgtta.models.export import export_net
-from mgtta.models.head import LOGITS, head_weight
+from mgtta.models.head import LOGITS
 from mgtta.models.source import Source
 
 EARLY = 0.25  # of the depth: the layer by whose features images are compared
@@ -44,7 +43,7 @@ RESNETS = {"lr": 1e-2, "source_share": 0.3}  # docs/research.md
     revision=7,
     passes=(2, 2),
 )
-class MGTTAPlus(MGTTA):
+class MGTTAPlus(QuickAnswer):
     """MGTTA+: MGTTA with mirrored twins and re-centred predictions; one setting for every stream (ours).
 
     With mirrored twins a step costs about two of MGTTA's. docs/research.md says how the settings were chosen.
@@ -116,8 +115,6 @@ class MGTTAPlus(MGTTA):
         moved = 0.0 if self.mix is None else self.mix.of_stream(seen.logits, self.ranks, observe)
         if not self.recentre:
             return seen.logits
-        if has_answer_kernels(seen.logits) and self.ranks.size == 1 and self._layer != LOGITS:
-            return self._answer_by_kernels(seen, None if self.mix is None else moved, observe)
         keys = self.merge(seen.features[self._early])  # how each image looks: (n, K), means over its views
         values = self.merge(seen.features[-1])  # what the head reads of it: (n, d)
         known = self.neighbours.joined(keys, values, self.ranks)
@@ -125,13 +122,6 @@ class MGTTAPlus(MGTTA):
         if observe:
             self.neighbours.remember(known)
         return seen.logits + self._shift(means - moved).to(seen.logits)
-
-    def _answer_by_kernels(self, seen: Pass, moved: Tensor | None, observe: bool) -> Tensor:
-        """Return the logits as `answer` does, by few kernels on a GPU."""
-        features = (seen.features[self._early], seen.features[-1])
-        direction = self.neighbours.moved_by_kernels(*features, self._mu, moved, len(seen.logits), observe)
-        head = self.model.head if self._layer is None else self.model.net.get_submodule(self._layer)
-        return add_through_head(seen.logits, direction, head_weight(head), self.model.classes, self.recentre)
 
     def _shift(self, mean: Tensor, every_class: bool = False) -> Tensor:
         """Return what is added to logits (..., C) if the mean (..., d) is this: recentre * W (mu - m)."""
