@@ -17,8 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from mgtta._lib.timm import timm
+from mgtta.fast.batchnorm import Told, batch_norm, has_batch_norm_kernels
 from mgtta.fast.kernels import has_norm_kernel, norm_backward, norm_forward
 from mgtta.fast.mlp import is_plain_mlp, mlp
+from mgtta.fast.residual import fuse_residual_blocks
 from mgtta.models.blended import blended_forward, blended_norm
 from mgtta.models.classifier import Classifier
 from mgtta.models.head import logits_of
@@ -141,6 +143,7 @@ class Hooked:
                 telling.append(i)
             else:
                 layer.register_forward_pre_hook(partial(self._collect, i))
+        fuse_residual_blocks(self.model.net, {self.model.net.get_submodule(statistics.layers[i]) for i in telling})
         statistics.places(telling)
         sizes = [len(statistics.get_buffer(f"mean_{i}")) for i in range(len(statistics.layers))]
         both = statistics.images.new_zeros(2, sum(sizes))
@@ -154,8 +157,28 @@ class Hooked:
         self.collecting = False  # blocks run again in the backward pass
         return found
 
-    def _normalised(self, i: int, layer: Any, x: Tensor) -> Tensor:
-        """Return what a BatchNorm layer does, and follow the statistics that it has computed anyway."""
+    def _normalised(
+        self, i: int, layer: Any, x: Tensor, residual: Tensor | None = None, relu: bool = False
+    ) -> Tensor:
+        """Return what a BatchNorm layer does, and follow the statistics that it has computed anyway.
+
+        Args:
+            residual: what is added to the output; None: nothing.
+            relu: whether ReLU follows.
+        """
+        quick = layer.training and has_variance(x) and not self.model.own_share
+        if quick and has_batch_norm_kernels(x):
+            told = None
+            if self.collecting:
+                self.collected[i] = x.numel() // x.shape[1]
+                told = Told(*self.room[i])
+            return batch_norm(x, layer, self.model.source_share, residual, relu, told)
+        y = self._normalised_alone(i, layer, x)
+        if residual is not None:
+            y = y + residual
+        return y.relu() if relu else y
+
+    def _normalised_alone(self, i: int, layer: Any, x: Tensor) -> Tensor:
         if not layer.training or not has_variance(x):
             return blended_forward(layer, x, self.model.source_share, self.model.own_share)
         mean, var = self.room[i]
