@@ -345,7 +345,11 @@ def _bounded(word: str) -> tuple[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--part", nargs="+", type=_bounded, default=[(name, math.inf) for name in VISIT], metavar="PART[:SECONDS]",
+        "--part",
+        nargs="+",
+        type=_bounded,
+        default=[(name, math.inf) for name in VISIT],
+        metavar="PART[:SECONDS]",
         help=f"what is measured, and for how long at most: {', '.join(PARTS)}",
     )
     parser.add_argument("--model", default="vit_base_patch16_224", help="of `step`: a timm name, or a shipped one")
@@ -374,7 +378,7 @@ def main() -> None:
         "--profile",
         nargs="+",
         default=[],
-        help="of `plus`, `single`, `networks`, `methods`: names of those whose slowest kernels are kept with the figures",
+        help="of `plus`, `single`, `networks`, `methods`: names of those whose slowest kernels are kept, too",
     )
     parser.add_argument("--captured", action="store_true", help="of `plus`, `single`: captured, not compiled; a trial")
     parser.add_argument("--seconds", type=float, default=3600.0, help="of the visit; the rest is left out")

@@ -84,7 +84,17 @@ def moved_to(
     direction = all_values.new_empty(n, d)
     has_moved = moved is not None
     _direction_kernel[(triton.cdiv(d, COLUMNS), n)](
-        all_values, weight, mu, mu if moved is None else moved, direction, count, prior, has_moved, D=d, M=rows, B=COLUMNS
+        all_values,
+        weight,
+        mu,
+        mu if moved is None else moved,
+        direction,
+        count,
+        prior,
+        has_moved,
+        D=d,
+        M=rows,
+        B=COLUMNS,
     )
     return direction
 
@@ -199,7 +209,9 @@ if triton is not None:
         for view in tl.static_range(VIEWS):
             at = view * n + i
             k += tl.load(new_keys + at * key_stride + kc, mask=(kc < K) & (i >= 0), other=0.0).to(tl.float32) / VIEWS
-            v += tl.load(new_values + at * value_stride + dc, mask=(dc < D) & (i >= 0), other=0.0).to(tl.float32) / VIEWS
+            v += (
+                tl.load(new_values + at * value_stride + dc, mask=(dc < D) & (i >= 0), other=0.0).to(tl.float32) / VIEWS
+            )
         bad = tl.sum(tl.where(tl.abs(k) < float("inf"), 0, 1), 0) + tl.sum(tl.where(tl.abs(v) < float("inf"), 0, 1), 0)
         sound = bad == 0
         tl.store(keys + row * K + kc, tl.where(sound, k, 0.0), mask=kc < K)
@@ -316,7 +328,9 @@ if triton is not None:
         rows = tl.arange(0, N)
         columns = tl.program_id(0) * B + tl.arange(0, B)
         inside = columns < classes
-        found = tl.load(p + rows[:, None] * classes + columns[None, :], mask=(rows[:, None] < n) & inside[None, :], other=0.0)
+        found = tl.load(
+            p + rows[:, None] * classes + columns[None, :], mask=(rows[:, None] < n) & inside[None, :], other=0.0
+        )
         first = tl.load(p + rows * classes, mask=rows < n, other=float("inf"))  # as finite as the others of its image
         count = tl.sum(tl.where(first < float("inf"), 1.0, 0.0), 0)
         mean = tl.sum(tl.where(found < float("inf"), found, 0.0), 0) / tl.maximum(count, 1.0)
@@ -387,7 +401,7 @@ if triton is not None:
     ):
         c = tl.program_id(0) * CLASSES + tl.arange(0, CLASSES)
         columns = tl.arange(0, B)
-        if chooses:
+        if chooses:  # noqa: SIM108 - a constant when the kernel is compiled
             at = tl.load(chosen + c, mask=c < count, other=0)
         else:
             at = c

@@ -100,9 +100,7 @@ def _blocks(size: int) -> dict[str, int]:
 if triton is not None:
 
     @triton.jit
-    def _forward(
-        q, kv, found, log_sum, length, heads, scale, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-    ):
+    def _forward(q, kv, found, log_sum, length, heads, scale, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
         image = (tl.program_id(0) // heads).to(tl.int64)
         head = tl.program_id(0) % heads
         columns = tl.arange(0, BLOCK)

@@ -51,7 +51,7 @@ def batch_norm(
     if residual is not None:
         residual = residual.contiguous(memory_format=torch.channels_last)
     affine = (layer.weight, layer.bias)
-    given = (layer.running_mean, layer.running_var, share, layer.eps, relu, told)
+    given: Any = (layer.running_mean, layer.running_var, share, layer.eps, relu, told)
     if torch.is_grad_enabled():
         return _Normalised.apply(x, residual, *affine, *given)
     y, _ = forward_pass(x, residual, *affine, *given)
@@ -72,9 +72,7 @@ class _Normalised(torch.autograd.Function):
         x, found, *output = ctx.saved_tensors
         grad = grads[0].contiguous(memory_format=torch.channels_last)
         dx, passed, dw, db = backward_pass(grad, x, found, output[0] if output else None, ctx.share, ctx.relu)
-        if not ctx.has_residual:
-            passed = None
-        return dx, passed, dw, db, *[None] * 6
+        return dx, passed if ctx.has_residual else None, dw, db, *[None] * 6
 
 
 def forward_pass(
@@ -156,9 +154,7 @@ def _split(places: int, channels: int, block: int, tall: int) -> tuple[int, int]
 if triton is not None:
 
     @triton.jit
-    def _sums_kernel(
-        x, pivot, parts, places, rows, C: tl.constexpr, ROWS: tl.constexpr, B: tl.constexpr
-    ):
+    def _sums_kernel(x, pivot, parts, places, rows, C: tl.constexpr, ROWS: tl.constexpr, B: tl.constexpr):
         program = tl.program_id(0)
         columns = tl.program_id(1) * B + tl.arange(0, B)
         inside = columns < C

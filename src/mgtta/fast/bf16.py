@@ -157,9 +157,7 @@ class Hooked:
         self.collecting = False  # blocks run again in the backward pass
         return found
 
-    def _normalised(
-        self, i: int, layer: Any, x: Tensor, residual: Tensor | None = None, relu: bool = False
-    ) -> Tensor:
+    def _normalised(self, i: int, layer: Any, x: Tensor, residual: Tensor | None = None, relu: bool = False) -> Tensor:
         """Return what a BatchNorm layer does, and follow the statistics that it has computed anyway.
 
         Args:

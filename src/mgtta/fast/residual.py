@@ -49,9 +49,9 @@ def _pairs(block: Any, fusing: Collection[nn.Module]) -> Pairs | None:
     return pairs
 
 
-def _act(module: Any, name: str) -> nn.ReLU | None:
+def _act(module: Any, name: str) -> Any:
     """Return a module's ReLU, timm's by its name or torchvision's only one; None if it is not plain."""
-    act = getattr(module, name, None) or getattr(module, "relu", None)
+    act: Any = getattr(module, name, None) or getattr(module, "relu", None)
     plain = type(act) is nn.ReLU and "forward" not in vars(act)
     if not plain or act._forward_hooks or act._forward_pre_hooks:
         return None
