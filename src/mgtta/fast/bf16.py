@@ -122,6 +122,9 @@ class Hooked:
         self.statistics = statistics
         for layer in with_running_statistics(self.model.net):
             layer.register_forward_pre_hook(self._one_by_one)
+        for prefix, block in self.model.net.named_modules():
+            if _scales_plain_mlp(block):
+                _scale_weights(self.model, prefix, block)
         if statistics is not None:
             self._follow(statistics)
         self.reader = self.model.reader() if reads_features else None
@@ -219,6 +222,30 @@ class Hooked:
         if self.collecting:
             assert self.statistics is not None
             self.statistics.update(i, inputs[0])
+
+
+def _scales_plain_mlp(block: Any) -> bool:
+    """Return whether a module is a block of timm's ConvNeXt whose MLP's output is multiplied by a frozen vector."""
+    if type(block) is not timm.models.convnext.ConvNeXtBlock or not is_plain_mlp(block.mlp):
+        return False
+    return block.gamma is not None and not block.gamma.requires_grad
+
+
+def _scale_weights(model: Classifier, prefix: str, block: Any) -> None:
+    """Multiply the last weights of a block's MLP by its vector, once, instead of its output at each batch."""
+    gamma = _exact_value(model, dotted(prefix, "gamma"))
+    last = block.mlp.fc2
+    for name, values in last.named_parameters():
+        exact = _exact_value(model, dotted(prefix, "mlp.fc2", name))
+        scaled = gamma.view(-1, *(1 for _ in exact.shape[1:])) * exact
+        setattr(last, name, nn.Parameter(scaled.to(values), requires_grad=False))
+    block.gamma = None
+
+
+def _exact_value(model: Classifier, name: str) -> Tensor:
+    """Return a tensor of the network as it was before it was rounded."""
+    known = model.full_precision.get(name)
+    return model.net.get_parameter(name).detach() if known is None else known
 
 
 def _is_plain_norm(layer: Any) -> bool:
