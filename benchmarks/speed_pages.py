@@ -197,7 +197,7 @@ def single_page(part: dict[str, Any]) -> str:
     rows = measured(part["rows"])
     plain = {row["interval"]: row for row in rows if row["name"] == "NoAdapt"}
     lines = []
-    for row in rows:
+    for row in [row for row in rows if row["interval"] in plain]:
         way = "in a row" if not row["interval"] else f"every {1e3 * row['interval']:.0f} ms"
         base = plain[row["interval"]]
         ratios = [f"{row[key] / base[key]:.2f}" for key in ("median", "p99")]

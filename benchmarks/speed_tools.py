@@ -155,6 +155,8 @@ def kernels(step: Callable[[], object], most: int = 40) -> list[str]:
     """Return where a step's time on the GPU goes: milliseconds, calls and names of the kernels that take longest."""
     from torch.profiler import ProfilerActivity, profile
 
+    if not torch.cuda.is_available():
+        return ["no GPU"]
     for _ in range(3):
         step()
     torch.cuda.synchronize()
