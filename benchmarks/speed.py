@@ -1,6 +1,6 @@
 """What a step of adaptation costs, beside the plain forward pass and what a user would pick instead.
 
-    python benchmarks/speed.py --part plus methods single networks start --rounds 4 --out results          # on the GPU
+    python benchmarks/speed.py --part plus methods single:40 networks start --rounds 4 --out results       # on the GPU
     python benchmarks/speed.py --part step --model deit_tiny_patch16_224 --batch 16 --device cpu
     python benchmarks/speed.py --part accuracy --data SHARDS --checkpoint DEIT_TINY --out results
 
@@ -30,6 +30,7 @@ The parts' figures go to OUT/speed.json, from which OUT/speed.md and the plots o
 import argparse
 import io
 import json
+import math
 import os
 import shlex
 import statistics
@@ -333,9 +334,24 @@ RUN: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 }
 
 
+def _bounded(word: str) -> tuple[str, float]:
+    """Return a part and its seconds from "part" or "part:seconds"."""
+    name, _, seconds = word.partition(":")
+    if name not in PARTS:
+        raise argparse.ArgumentTypeError(f"unknown part {name!r}; valid: {', '.join(PARTS)}")
+    return name, float(seconds or math.inf)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=VISIT)
+    parser.add_argument(
+        "--part",
+        nargs="+",
+        type=_bounded,
+        default=[(name, math.inf) for name in VISIT],
+        metavar="PART[:SECONDS]",
+        help=f"what is measured, and for how long at most: {', '.join(PARTS)}",
+    )
     parser.add_argument("--model", default="vit_base_patch16_224", help="of `step`: a timm name, or a shipped one")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument(
@@ -362,21 +378,22 @@ def main() -> None:
         "--profile",
         nargs="+",
         default=[],
-        help="of `networks` and `methods`: names of those whose slowest kernels are listed",
+        help="of `plus`, `single`, `networks`, `methods`: names of those whose slowest kernels are kept, too",
     )
     parser.add_argument("--captured", action="store_true", help="of `plus`, `single`: captured, not compiled; a trial")
     parser.add_argument("--seconds", type=float, default=3600.0, help="of the visit; the rest is left out")
     parser.add_argument("--quick", action="store_true", help="does it run?")
     parser.add_argument("--out", type=Path, help="the folder of speed.json, speed.md and the plots of growth")
     args = parser.parse_args()
-    args.deadline = Deadline(args.seconds)
+    visit = Deadline(args.seconds)
     if args.device == "cpu":
         torch.set_num_threads(1)
     file = None if args.out is None else args.out / "speed.json"
     result = json.loads(file.read_text()) if file is not None and file.exists() else {}
     failed = []
-    for part in args.part:
+    for part, seconds in args.part:
         began = time.perf_counter()
+        args.deadline = Deadline(min(seconds, visit.left))
         try:
             found = RUN[part](args)
         except Exception:  # the other parts may still work

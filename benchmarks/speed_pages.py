@@ -182,10 +182,13 @@ def start_page(part: dict[str, Any]) -> str:
         )
     head = ["run", "first batch, s", "batches 3-8, ms", "9th batch, s", "from the 11th on, ms", "by then"]
     title = f"## The first batches: MGTTA, {part['model']}, batch {part['batch']}, {part['where']}"
+    compiling = ""
+    if "compiling" in part:
+        compiling = f" Compiling took {part['compiling']:.0f} s."
     told = (
         "Each batch until its predictions are read, which is a wait for the GPU. At its 9th batch a step is captured; "
         "the second run finds compiled code on disk, and compiles there. Without it, a step is compiled after 20,000 "
-        "batches or by `warm_up`."
+        f"batches or by `warm_up`.{compiling}"
     )
     return f"{title}\n\n{table(head, lines, right=True)}\n\n{told}"
 
@@ -194,7 +197,7 @@ def single_page(part: dict[str, Any]) -> str:
     rows = measured(part["rows"])
     plain = {row["interval"]: row for row in rows if row["name"] == "NoAdapt"}
     lines = []
-    for row in rows:
+    for row in [row for row in rows if row["interval"] in plain]:
         way = "in a row" if not row["interval"] else f"every {1e3 * row['interval']:.0f} ms"
         base = plain[row["interval"]]
         ratios = [f"{row[key] / base[key]:.2f}" for key in ("median", "p99")]

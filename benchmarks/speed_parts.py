@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import evaluate
@@ -23,6 +24,7 @@ from speed_tools import (
     measure,
     method_of,
     needed,
+    profiled,
     tent_as_usual,
 )
 from torch import Tensor
@@ -37,6 +39,7 @@ from mgtta.data.embedded import images_for
 from mgtta.data.images import read_image
 from mgtta.data.streams import corrupted, stream
 from mgtta.fast.vit import ViT
+from mgtta.models.norms import batch_norms
 
 EVERY_IMAGE = {"margin": 1.1, "redundancy": 1.1}  # random weights are unsure of all images: filters let them pass
 METHODS: dict[str, dict[str, Any]] = {
@@ -83,31 +86,31 @@ def plus(args: argparse.Namespace) -> dict[str, Any]:
         ("MGTTA+ without twins", "mgtta_plus", {"mirror": False}),
         ("MGTTA+, low memory", "mgtta_plus", {"seconds": 20.0, "mirror": True, "low_memory": True}),
     ]
+    chosen = [case for case in cases if case[0] in (args.only or ())] or cases
     who = [
         method_of(label, name, model, x, "bf16", compiled=not args.captured, **settings)
-        for label, name, settings in cases
-        if not args.only or label in args.only
+        for label, name, settings in chosen
     ]
     n = sum(p.numel() for p in mgtta.norm_parameters(model))
     rows = measure(who, args.rounds, args.device, args.deadline)
-    return {"model": args.model, "batch": args.batch, "n": n, "rows": rows}
+    found = {"model": args.model, "batch": args.batch, "n": n, "rows": rows}
+    return {**found, "kernels": profiled(who, args.profile)}
 
 
 def methods(args: argparse.Namespace) -> dict[str, Any]:
     """Methods that choose images, in float32 and on the fast path, captured but not compiled."""
     model = classifier(args.model, args.device)
     x = images(model, args.batch, args.device)
-    chosen = list(METHODS)[:2] if args.quick else args.only or list(METHODS)
+    chosen = [name for name in METHODS if name in (args.only or ())] or list(METHODS)
+    if args.quick:
+        chosen = list(METHODS)[:2]
     who = [
         method_of(name, name, model, x, precision, compiled=False, seconds=10.0, **METHODS[name])
         for name in chosen
         for precision in ("fp32", "bf16")
     ]
     rows = measure(who, args.rounds, args.device, args.deadline)
-    for contender in who:
-        if contender.name in args.profile and contender.precision == "bf16":
-            print("\n".join(kernels(contender.make())), file=sys.stderr)
-    return {"model": args.model, "batch": args.batch, "rows": rows}
+    return {"model": args.model, "batch": args.batch, "rows": rows, "kernels": profiled(who, args.profile)}
 
 
 def networks(args: argparse.Namespace) -> dict[str, Any]:
@@ -144,11 +147,12 @@ def _network(args: argparse.Namespace, name: str, changed: dict[str, Any], compi
     who.append(method_of(f"TENT, {how}", "tent", model, x, "bf16", compiled=compiled))
     if not compiled:
         who.append(method_of(f"MGTTA, {how}", "mgtta", model, x, "bf16", compiled=False))
+    if not compiled and batch_norms(model.net):  # by blended statistics
+        who.append(method_of(f"MGTTA+ without twins, {how}", "mgtta_plus", model, x, "bf16", False, mirror=False))
     label = " ".join([name, *(f"{key}={value}" for key, value in changed.items())])
     found = {"model": label, "blocks": ViT.fits(model), "rows": measure(who, args.rounds, device, args.deadline)}
     if name in args.profile:
-        found["kernels"] = kernels(who[1].make())
-        print("\n".join(found["kernels"]), file=sys.stderr)
+        found["kernels"] = profiled(who, [contender.name for contender in who])
     return found
 
 
@@ -158,17 +162,27 @@ def _network(args: argparse.Namespace, name: str, changed: dict[str, Any], compi
 def start(args: argparse.Namespace) -> dict[str, Any]:
     """Run the first batches of a stream as if nothing was compiled before, and in a process that finds compiled code.
 
-    The second finds what this process has compiled, if a part before this one has: `plus` does.
+    Between them this process compiles a step, as a first run does after many batches or by `warm_up`.
     """
-    runs = [first_batches(args.model, args.batch, args.device, new=True)]
+    found: dict[str, Any] = {"model": args.model, "batch": args.batch}
+    runs = found["runs"] = [first_batches(args.model, args.batch, args.device, new=True)]
     print(runs, file=sys.stderr)
-    if args.deadline.left > 20:
-        words = [sys.executable, __file__, args.model, str(args.batch), args.device]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=args.deadline.left, check=False)
-        print(done.stderr[-1500:], file=sys.stderr)
-        if not done.returncode:
-            runs.append(json.loads(done.stdout.splitlines()[-1]))
-    return {"model": args.model, "batch": args.batch, "runs": runs}
+    if args.deadline.left < 2 * COMPILE_SECONDS:
+        return found
+    model = classifier(args.model, args.device)
+    x = images(model, args.batch, args.device)
+    method = mgtta.create("mgtta", model, precision="bf16", **needed("mgtta", model, x))
+    began = now()
+    method.warm_up(x)
+    found["compiling"] = now() - began
+    print(found["compiling"], file=sys.stderr)
+    words = [sys.executable, __file__, args.model, str(args.batch), args.device]
+    limit = max(args.deadline.left, COMPILE_SECONDS)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=limit, check=False)
+    print(done.stderr[-1500:], file=sys.stderr)
+    if not done.returncode:
+        runs.append(json.loads(done.stdout.splitlines()[-1]))
+    return found
 
 
 def first_batches(name: str, batch: int, device: str, new: bool = False) -> dict[str, Any]:
@@ -218,6 +232,8 @@ def single(args: argparse.Namespace) -> dict[str, Any]:
                 method(x)
             ways = (INTERVAL_SECONDS, 0.0) if args.device == "cuda" else (0.0,)
             times = {way: _latencies(method, x, calls, way) for way in ways}
+            if label in args.profile:
+                times[ways[0]]["kernels"] = kernels(partial(method, x))
         except Exception as error:  # the others may still work
             traceback.print_exc(limit=4)
             rows.append({"name": label, "error": f"{type(error).__name__}: {error}"[:300]})
@@ -238,6 +254,7 @@ def _latencies(method: Any, x: Tensor, calls: int, interval: float) -> dict[str,
     """
     read = time.perf_counter if x.is_cuda else time.process_time
     found = []
+    returned = []
     began = read()
     batches = itertools.cycle(like(x))
     for i in range(calls):
@@ -245,13 +262,17 @@ def _latencies(method: Any, x: Tensor, calls: int, interval: float) -> dict[str,
         while read() < began + i * interval:
             pass
         start = read()
-        method(x).argmax(1).tolist()
+        logits = method(x)
+        returned.append(read() - start)
+        logits.argmax(1).tolist()
         found.append(read() - start)
     updates = method.updates  # waits for the last one
     total = read() - began
     cuts = statistics.quantiles(found, n=100)
     slow = {i: round(1000 * seconds, 2) for i, seconds in enumerate(found) if seconds > 2 * cuts[49]}
-    return {"median": cuts[49], "p99": cuts[98], "mean": total / calls, "updates": updates, "slow, ms": slow}
+    back = statistics.quantiles(returned, n=100)
+    calls_took = {"median": cuts[49], "p99": cuts[98], "mean": total / calls, "updates": updates, "slow, ms": slow}
+    return {**calls_took, "until it returns": {"median": back[49], "p99": back[98]}}
 
 
 # --- decoding

@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,10 +151,12 @@ def _made(contender: Contender, device: str, deadline: Deadline | None) -> dict[
     return row
 
 
-def kernels(step: Callable[[], object], most: int = 14) -> list[str]:
+def kernels(step: Callable[[], object], most: int = 40) -> list[str]:
     """Return where a step's time on the GPU goes: milliseconds, calls and names of the kernels that take longest."""
     from torch.profiler import ProfilerActivity, profile
 
+    if not torch.cuda.is_available():
+        return ["no GPU"]
     for _ in range(3):
         step()
     torch.cuda.synchronize()
@@ -165,6 +167,19 @@ def kernels(step: Callable[[], object], most: int = 14) -> list[str]:
     total = sum(row.self_device_time_total for row in rows) / 1000
     lines = [f"{row.self_device_time_total / 1000:8.3f} ms {row.count:5d} x {row.key[:110]}" for row in rows[:most]]
     return [f"{total:8.3f} ms in all, {sum(row.count for row in rows)} kernels", *lines]
+
+
+def profiled(who: list[Contender], wanted: Sequence[str]) -> dict[str, list[str]]:
+    """Return the kernels of those contenders on the fast path whose names are wanted, each made anew."""
+    found = {}
+    for contender in who:
+        if contender.name not in wanted or contender.precision != "bf16":
+            continue
+        try:
+            found[contender.name] = kernels(contender.make())
+        except Exception:  # the figures are there already
+            traceback.print_exc(limit=4)
+    return found
 
 
 def clock(device: str) -> Callable[[], float]:

@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
-from conftest import NETS, images, vit
+from conftest import CLASSES, NETS, images, vit
 from fast_path import CHOOSING, FOLLOWING, NAMES, batches, close, followed, make
 
 import mgtta
+from mgtta._lib.timm import timm
 from mgtta.data.embedded import EMBEDDED
 from mgtta.data.streams import corrupted, stream
 
@@ -98,3 +99,22 @@ def test_states_go_from_one_precision_to_the_other(name):
     assert exact.updates == quick.updates == 4
     states = [m.optimizer.state_dict()["state"].get(0, {}) for m in (exact, quick)]
     assert states[0].keys() == states[1].keys()
+
+
+def test_convnexts_scale_weights_instead_of_outputs():
+    torch.manual_seed(0)
+    net = timm.models.convnext.ConvNeXt(depths=(1, 1, 1, 1), dims=(8, 16, 32, 64), num_classes=CLASSES)
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            if name.endswith("gamma"):
+                p.uniform_(-1, 1)
+    method = make("tent", net)
+    exact = make("tent", net, precision="fp32")
+    for x in batches():
+        assert close(method(x), exact(x))
+    assert all(block.gamma is None for stage in method.engine.network.model.net.stages for block in stage.blocks)
+    assert all(block.gamma is not None for stage in method.model.net.stages for block in stage.blocks)
+    exported = dict(method.export().named_parameters())
+    for name, value in net.named_parameters():
+        if name.endswith("fc2.weight"):
+            assert torch.equal(exported[name], value)

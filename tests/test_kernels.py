@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mgtta.fast import float8, mlp
+from mgtta.fast import attention, float8, mlp
 from mgtta.fast.kernels import norm_backward, norm_forward, plain_norm_backward, plain_norm_forward, qkv_backward
 
 
@@ -122,6 +122,45 @@ def test_float8_values_that_round_up_do_not_overflow():
     assert (product * (255 / mlp.STEPS + mlp.LOWEST)).max() <= float8.LARGEST
 
 
+def query_and_pairs(n, length, heads, size, device="cpu", dtype=torch.float32):
+    random = torch.Generator().manual_seed(0)
+    shapes = ((n, 1, heads, size), (n, length, 2, heads, size), (n, heads, size))
+    q, kv, grad = (torch.randn(shape, generator=random).to(device, dtype) for shape in shapes)
+    return q.requires_grad_(), kv.requires_grad_(), grad
+
+
+def test_attention_of_one_query_is_torchs():
+    q, kv, grad = query_and_pairs(2, 7, 3, 8)
+    k, v = (t.transpose(1, 2) for t in kv.unbind(2))
+    expected = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2), k, v)[:, :, 0]
+    found = attention.attention_of_one(q, kv)
+    torch.testing.assert_close(found, expected)
+    both = (torch.autograd.grad(y, (q, kv), grad) for y in (found, expected))
+    for a, b in zip(*both, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shape", [(2, 7, 3, 8), (64, 201, 12, 64), (3, 130, 2, 24)])
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_attention_of_one_query_by_kernels(shape, dtype, near):
+    q, kv, grad = query_and_pairs(*shape, device="cuda", dtype=dtype)
+    exact = [t.detach().double().requires_grad_() for t in (q, kv)]
+    k, v = exact[1].unbind(2)
+    weights = (exact[0] * k).sum(-1, keepdim=True).mul(shape[-1] ** -0.5).softmax(1)
+    expected = (weights * v).sum(1)
+    found = attention.attention_of_one(q, kv)
+    pairs = [(found, expected)]
+    pairs += zip(
+        torch.autograd.grad(found, (q, kv), grad), torch.autograd.grad(expected, exact, grad.double()), strict=True
+    )
+    for a, b in pairs:
+        assert (a.double() - b).norm() < near * b.norm()
+    with torch.no_grad():
+        assert torch.equal(attention.attention_of_one(q, kv), found)
+
+
 def test_gelu_operator_declares_its_outputs():
     first, _ = frozen_mlp()
     for sloped in (True, False):
@@ -165,6 +204,10 @@ def test_layer_norm_forward_kernel_agrees_with_the_plain_version(shape, keep):
     x = (3 * torch.randn(*shape, generator=random, device="cuda") + 1).bfloat16()
     weight, bias = (torch.randn(shape[-1], generator=random, device="cuda") for _ in range(2))
     found, expected = (f(x, weight, bias, 1e-6, keep) for f in (norm_forward, plain_norm_forward))
+    added = torch.randn(*shape, generator=random, device="cuda").bfloat16()
+    summed = norm_forward(x, weight, bias, 1e-6, keep, added)
+    assert torch.equal(summed.x, x + added)
+    assert torch.equal(summed.y, norm_forward(x + added, weight, bias, 1e-6, keep).y)
     for name in ("y", "first") if keep is None else ("y", "first", "z", "scale"):
         a, b = (getattr(normed, name) for normed in (found, expected))
         assert a.dtype == b.dtype

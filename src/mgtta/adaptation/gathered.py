@@ -85,10 +85,14 @@ class Gathered(Wrapper):
         if not learn:
             return self._predict(x)
         ranks = self.ranks
-        before, coming = ranks.total([self.waiting, len(x)])
-        if not before and coming >= self.images and not self._poor(len(x)):
-            return self._step_at_once(x)
-        seen = self._predict(x)
+        if ranks.size == 1 and len(x) < self.images:
+            seen = self._predict(x)  # first: what follows is done while a GPU predicts
+            before, coming = float(self.waiting), float(len(x))
+        else:
+            before, coming = ranks.total([self.waiting, len(x)])
+            if not before and coming >= self.images and not self._poor(len(x)):
+                return self._step_at_once(x)
+            seen = self._predict(x)
         self._kept.append(x.detach().clone())
         self._total.send(torch.linalg.vector_norm(seen.logits, 1), None)  # one kernel; finite only if all logits are
         if before + coming >= self.images:

@@ -44,6 +44,10 @@ class ObjectiveMethod(Method):
             made: whether there was an update; if not, nothing may change. On the fast path, one bool on the device.
         """
 
+    def quick_answer(self, seen: Pass, observe: bool) -> Tensor | None:
+        """Return what `answer` does, by kernels for a GPU; None if there are none. Only the fast path asks."""
+        return None
+
     def look(self, x: Tensor) -> Pass:
         if not self.reads_features:
             return Pass(self.merge(self.model(self.views(x))))

@@ -16,6 +16,7 @@ Shapes: n images, D channels of the first layer, S = 2D + 1 entries of a summary
 
 import copy
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.nn.functional import conv2d
 
 from mgtta._lib.errors import unknown as unknown_name
 from mgtta._lib.names import spelled
+from mgtta.adaptation.gathered import Gathered
 from mgtta.adaptation.method import Events, Method
 from mgtta.adaptation.shift import SHIFT, Arriving, ShiftDetector, is_count
 from mgtta.adaptation.state import load
@@ -100,6 +102,7 @@ class Recalled(Wrapper):
         self.most = most
         self.unknown = unknown
         self._layer = first_frozen_layer(innermost(method))
+        self._gathered = _gathered(method)
         self.begin()
 
     @property
@@ -123,7 +126,11 @@ class Recalled(Wrapper):
         self.model.check(x)
         self._settle()
         x = x.to(next(self.model.parameters()).device, non_blocking=True)  # once, for both who look at it
-        self._hold(x)
+        if x.is_cuda and len(x) < self._gathered:
+            seen = self.method.step(x, learn)  # first: the caller waits for it, and for a look nobody does
+            self._hold(x, apart=True)
+            return seen
+        self._hold(x)  # a GPU has measured it before it ends the step
         return self.method.step(x, learn)
 
     def predict(self, x: Tensor) -> Tensor:
@@ -144,8 +151,12 @@ class Recalled(Wrapper):
 
     # --- looking at batches
 
-    def _hold(self, x: Tensor) -> None:
-        """Measure a batch; on a GPU, as soon as there are enough images for a look."""
+    def _hold(self, x: Tensor, apart: bool = False) -> None:
+        """Measure a batch; on a GPU, as soon as there are enough images for a look.
+
+        Args:
+            apart: the caller waits for a prediction that was launched before.
+        """
         if self._held and (self._held[0].shape[1:], self._held[0].dtype) != (x.shape[1:], x.dtype):
             self._measure_held()
             self._settle()
@@ -155,15 +166,16 @@ class Recalled(Wrapper):
             self._held.append(x.detach().clone())
             return
         self._held.append(x)
-        self._measure_held()
+        self._measure_held(apart)
 
-    def _measure_held(self) -> None:
+    def _measure_held(self, apart: bool = False) -> None:
         x = self._held[0]
-        if len(self._held) > 1:
+        if len(self._held) > 1 or apart:  # a copy: the caller may soon write other images in the place of these
             x = torch.cat(self._held)
         self._held = []
-        sums = self.engine.replayed(self._sums, _middle(x))  # a GPU has them ready before it ends the step
-        self._arriving.send(sums, (len(x), self._domains.images))
+        with self.engine.apart(x) if apart else nullcontext():
+            sums = self.engine.replayed(self._sums, _middle(x))
+            self._arriving.send(sums, (len(x), self._domains.images))
 
     @torch.no_grad()
     def _sums(self, x: Tensor) -> Tensor:
@@ -353,6 +365,15 @@ class Recalled(Wrapper):
     def load_own(self, checked: Domains) -> None:
         self.begin()
         self._domains = checked
+
+
+def _gathered(method: Method | Wrapper) -> int:
+    """Return how many images are learned from together, if fewer wait for others; 0 if none wait."""
+    while isinstance(method, Wrapper):
+        if isinstance(method, Gathered):
+            return method.images
+        method = method.method
+    return 0
 
 
 def first_frozen_layer(method: Method) -> str | None:

@@ -17,8 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from mgtta._lib.timm import timm
+from mgtta.fast.batchnorm import Told, batch_norm, has_batch_norm_kernels
 from mgtta.fast.kernels import has_norm_kernel, norm_backward, norm_forward
 from mgtta.fast.mlp import is_plain_mlp, mlp
+from mgtta.fast.residual import fuse_residual_blocks
 from mgtta.models.blended import blended_forward, blended_norm
 from mgtta.models.classifier import Classifier
 from mgtta.models.head import logits_of
@@ -120,6 +122,9 @@ class Hooked:
         self.statistics = statistics
         for layer in with_running_statistics(self.model.net):
             layer.register_forward_pre_hook(self._one_by_one)
+        for prefix, block in self.model.net.named_modules():
+            if _scales_plain_mlp(block):
+                _scale_weights(self.model, prefix, block)
         if statistics is not None:
             self._follow(statistics)
         self.reader = self.model.reader() if reads_features else None
@@ -141,6 +146,7 @@ class Hooked:
                 telling.append(i)
             else:
                 layer.register_forward_pre_hook(partial(self._collect, i))
+        fuse_residual_blocks(self.model.net, {self.model.net.get_submodule(statistics.layers[i]) for i in telling})
         statistics.places(telling)
         sizes = [len(statistics.get_buffer(f"mean_{i}")) for i in range(len(statistics.layers))]
         both = statistics.images.new_zeros(2, sum(sizes))
@@ -154,8 +160,26 @@ class Hooked:
         self.collecting = False  # blocks run again in the backward pass
         return found
 
-    def _normalised(self, i: int, layer: Any, x: Tensor) -> Tensor:
-        """Return what a BatchNorm layer does, and follow the statistics that it has computed anyway."""
+    def _normalised(self, i: int, layer: Any, x: Tensor, residual: Tensor | None = None, relu: bool = False) -> Tensor:
+        """Return what a BatchNorm layer does, and follow the statistics that it has computed anyway.
+
+        Args:
+            residual: what is added to the output; None: nothing.
+            relu: whether ReLU follows.
+        """
+        quick = layer.training and has_variance(x) and not self.model.own_share
+        if quick and has_batch_norm_kernels(x):
+            told = None
+            if self.collecting:
+                self.collected[i] = x.numel() // x.shape[1]
+                told = Told(*self.room[i])
+            return batch_norm(x, layer, self.model.source_share, residual, relu, told)
+        y = self._normalised_alone(i, layer, x)
+        if residual is not None:
+            y = y + residual
+        return y.relu() if relu else y
+
+    def _normalised_alone(self, i: int, layer: Any, x: Tensor) -> Tensor:
         if not layer.training or not has_variance(x):
             return blended_forward(layer, x, self.model.source_share, self.model.own_share)
         mean, var = self.room[i]
@@ -198,6 +222,30 @@ class Hooked:
         if self.collecting:
             assert self.statistics is not None
             self.statistics.update(i, inputs[0])
+
+
+def _scales_plain_mlp(block: Any) -> bool:
+    """Return whether a module is a block of timm's ConvNeXt whose MLP's output is multiplied by a frozen vector."""
+    if type(block) is not timm.models.convnext.ConvNeXtBlock or not is_plain_mlp(block.mlp):
+        return False
+    return block.gamma is not None and not block.gamma.requires_grad
+
+
+def _scale_weights(model: Classifier, prefix: str, block: Any) -> None:
+    """Multiply the last weights of a block's MLP by its vector, once, instead of its output at each batch."""
+    gamma = _exact_value(model, dotted(prefix, "gamma"))
+    last = block.mlp.fc2
+    for name, values in last.named_parameters():
+        exact = _exact_value(model, dotted(prefix, "mlp.fc2", name))
+        scaled = gamma.view(-1, *(1 for _ in exact.shape[1:])) * exact
+        setattr(last, name, nn.Parameter(scaled.to(values), requires_grad=False))
+    block.gamma = None
+
+
+def _exact_value(model: Classifier, name: str) -> Tensor:
+    """Return a tensor of the network as it was before it was rounded."""
+    known = model.full_precision.get(name)
+    return model.net.get_parameter(name).detach() if known is None else known
 
 
 def _is_plain_norm(layer: Any) -> bool:

@@ -48,6 +48,7 @@ class Normed(NamedTuple):
     scale: Tensor  # s, (N, L, 1)
     y: Tensor  # (N, L, d), in the dtype of x
     first: Tensor  # y of the first token, (N, d), float32
+    x: Tensor  # the input, with what was added to it
 
 
 def has_norm_kernel(x: Tensor) -> bool:
@@ -55,11 +56,14 @@ def has_norm_kernel(x: Tensor) -> bool:
     return x.is_cuda and triton is not None and not torch.compiler.is_compiling()
 
 
-def norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dtype | None) -> Normed:
+def norm_forward(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dtype | None, added: Tensor | None = None
+) -> Normed:
     """Return LayerNorm of x (N, L, d), and what its backward pass needs, by one kernel.
 
     Args:
         keep: dtype of z; None: z and scale are not needed, and stay empty.
+        added: what is added to x before, (N, L, d); None: nothing.
     """
     x = x.contiguous()
     n, length, d = x.shape
@@ -67,21 +71,28 @@ def norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torc
     scale = x.new_empty((n, length, 1) if keep is not None else 0, dtype=torch.float32)
     y = torch.empty_like(x)
     first = x.new_empty((n, d), dtype=torch.float32)
-    constants = {"d": d, "kept": keep is not None, "BLOCK": triton.next_power_of_2(d), "num_warps": 4}
-    _forward_kernel[(n * length,)](x, weight, bias, z, scale, y, first, length, eps, **constants)
-    return Normed(z, scale, y, first)
+    adds = added is not None
+    whole = torch.empty_like(x) if adds else x
+    more = added.contiguous() if added is not None else x  # any tensor, if it is not read
+    constants = {"d": d, "kept": keep is not None, "adds": adds, "BLOCK": triton.next_power_of_2(d), "num_warps": 4}
+    _forward_kernel[(n * length,)](x, more, whole, weight, bias, z, scale, y, first, length, eps, **constants)
+    return Normed(z, scale, y, first, whole)
 
 
-def plain_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dtype | None) -> Normed:
+def plain_norm_forward(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dtype | None, added: Tensor | None = None
+) -> Normed:
     """Return the same as `norm_forward`, as the formulas say.
 
     The first token is computed separately. If it were a slice of the whole, a compiler would write it all in float32.
     """
+    if added is not None:
+        x = x + added
     mean = x.float().mean(-1, keepdim=True)
     scale = ((x.float() - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
     z = (x.float() - mean) * scale
     first = (x[:, 0].float() - mean[:, 0]) * scale[:, 0] * weight + bias
-    return Normed(z if keep is None else z.to(keep), scale, (z * weight + bias).to(x.dtype), first)
+    return Normed(z if keep is None else z.to(keep), scale, (z * weight + bias).to(x.dtype), first, x)
 
 
 PROGRAMS = 912  # that share the rows; an H200 runs all of them at once
@@ -132,6 +143,8 @@ if triton is not None:
     @triton.jit
     def _forward_kernel(
         x,
+        more,
+        whole,
         weight,
         bias,
         z,
@@ -142,6 +155,7 @@ if triton is not None:
         eps,
         d: tl.constexpr,
         kept: tl.constexpr,
+        adds: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         row = tl.program_id(0)
@@ -150,6 +164,10 @@ if triton is not None:
         wide = tl.full((), d, tl.int64)  # 32 bits may not count all values
         at = row * wide + columns
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        if adds:
+            value += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
+            value = value.to(whole.dtype.element_ty).to(tl.float32)  # as it is kept
+            tl.store(whole + at, value.to(whole.dtype.element_ty), mask=inside)
         w = tl.load(weight + columns, mask=inside, other=0.0)
         b = tl.load(bias + columns, mask=inside, other=0.0)
         away = tl.where(inside, value - tl.sum(value, 0) / d, 0.0)

@@ -31,6 +31,7 @@ def is_plain_mlp(module: Any) -> bool:
     if type(module) is not timm.layers.Mlp or not isinstance(module.norm, nn.Identity):
         return False
     gelu = isinstance(module.act, nn.GELU) and module.act.approximate == "none"
+    gelu = gelu or type(module.act) is timm.layers.GELU  # that of timm's ConvNeXt, which has no other form
     return gelu and type(module.fc1) is nn.Linear and type(module.fc2) is nn.Linear
 
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mgtta._lib.timm import timm
+from mgtta.fast.attention import attention_of_one
 from mgtta.fast.bf16 import How, Views
 from mgtta.fast.float8 import FLOAT8, Float8Weights, float8_weights, multiplies_float8
 from mgtta.fast.kernels import (
@@ -195,7 +196,8 @@ def _block(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the following block's normed tokens, its tokens and its tap (N, d), from this block's normed tokens and
     tokens."""
-    return _norm(following.norm1, _through(block, h, x, keep, float8), keep, True, pool)
+    x, more = _through(block, h, x, keep, float8)
+    return _norm(following.norm1, x, keep, True, pool, more)
 
 
 def _whole(
@@ -212,18 +214,19 @@ def _whole(
         unseen: whether only the gradients are needed: then the values of the tokens are not computed to the end.
     """
     h, x, tap = _norm(block.norm1, x, keep, True, pool)
-    return _through(block, h, x, keep, float8, unseen), tap
+    x, more = _through(block, h, x, keep, float8, unseen)
+    return x + more, tap
 
 
 def _through(
     block: Any, h: Tensor, x: Tensor, keep: torch.dtype | None, float8: Float8Weights | None, unseen: bool = False
-) -> Tensor:
-    """Return the following block's tokens, from this block's normed tokens and tokens."""
+) -> tuple[Tensor, Tensor]:
+    """Return two parts whose sum the following block's tokens are, from this block's normed tokens and tokens."""
     attn = block.attn
     n, length, _ = x.shape
     q, k, v = _QKV.apply(h, attn.qkv.weight, attn.qkv.bias, attn.num_heads)
     a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, length, -1)
-    return _mlp(block, x + block.ls1(attn.proj(a)), keep, float8, unseen)
+    return _mlp(block, x, block.ls1(attn.proj(a)), keep, float8, unseen)
 
 
 def _end(
@@ -231,27 +234,31 @@ def _end(
 ) -> tuple[Tensor, Tensor]:
     """Return the logits (N, C) and the final norm's tap (N, d), from the last block's normed tokens and tokens."""
     if pool is None:
-        h, _, tap = _norm(net.norm, _class_token(block, h, x, keep), keep)
+        x, more = _class_token(block, h, x, keep)
+        h, _, tap = _norm(net.norm, x, keep, added=more)
         read = h[:, 0]
     else:
-        tap = _averaged(net, _through(block, h, x, keep, None), keep, pool)
+        tap = _averaged(net, *_through(block, h, x, keep, None), keep, pool)
         read = tap.to(x.dtype)
     logits = net.head(read).float()
     return logits if classes is None else logits[:, classes], tap
 
 
-def _averaged(net: Any, x: Tensor, keep: torch.dtype | None, pool: int) -> Tensor:
-    """Return what the head reads of the last tokens, (N, d): their mean after the norm, or the norm of their mean."""
+def _averaged(net: Any, x: Tensor, more: Tensor, keep: torch.dtype | None, pool: int) -> Tensor:
+    """Return what the head reads of the last tokens, (N, d): their mean after the norm, or the norm of their mean.
+
+    The tokens are the sum of x and `more`.
+    """
     if isinstance(net.fc_norm, nn.Identity):
-        _, _, tap = _norm(net.norm, x, keep, True, pool)
+        _, _, tap = _norm(net.norm, x, keep, True, pool, more)
         return tap
     layer = net.fc_norm
-    mean = x[:, pool:].mean(1, dtype=torch.float32)
+    mean = (x + more)[:, pool:].mean(1, dtype=torch.float32)
     return F.layer_norm(mean, layer.normalized_shape, layer.weight, layer.bias, layer.eps)
 
 
-def _class_token(block: Any, h: Tensor, x: Tensor, keep: torch.dtype | None) -> Tensor:
-    """Return only the class token (N, 1, d) after the last block."""
+def _class_token(block: Any, h: Tensor, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Return two parts, (N, 1, d) each, whose sum only the class token after the last block is."""
     attn = block.attn
     n, length, _ = x.shape
     weight = attn.qkv.weight
@@ -259,53 +266,68 @@ def _class_token(block: Any, h: Tensor, x: Tensor, keep: torch.dtype | None) -> 
     size = len(weight) // 3
     q = F.linear(h[:, :1], weight[:size], None if bias is None else bias[:size])
     kv = F.linear(h, weight[size:], None if bias is None else bias[size:])
-    k, v = kv.view(n, length, 2, attn.num_heads, -1).unbind(2)
-    a = _attention_of_one(q.view(n, 1, attn.num_heads, -1), k, v).to(x.dtype).view(n, 1, -1)
-    return _mlp(block, x[:, :1] + block.ls1(attn.proj(a)), keep)
-
-
-def _attention_of_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return the attention of one query (N, 1, heads, size) over keys and values (N, L, heads, size), in float32.
-
-    Attention kernels are made for many queries. This takes three passes over memory, and four in the backward pass.
-    """
-    weights = (q.float() * k.float()).sum(-1, keepdim=True).mul(q.shape[-1] ** -0.5).softmax(1)
-    return (weights * v.float()).sum(1)
+    pairs = kv.view(n, length, 2, attn.num_heads, -1)
+    a = attention_of_one(q.view(n, 1, attn.num_heads, -1), pairs).to(x.dtype).view(n, 1, -1)
+    return _mlp(block, x[:, :1], block.ls1(attn.proj(a)), keep)
 
 
 def _mlp(
-    block: Any, x: Tensor, keep: torch.dtype | None, float8: Float8Weights | None = None, unseen: bool = False
-) -> Tensor:
-    """Return a block's tokens after its MLP."""
-    h, x, _ = _norm(block.norm2, x, keep, tapped=False)
-    return x + block.ls2(mlp(h, block.mlp.fc1, block.mlp.fc2, float8, unseen))
+    block: Any,
+    x: Tensor,
+    more: Tensor,
+    keep: torch.dtype | None,
+    float8: Float8Weights | None = None,
+    unseen: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return two parts whose sum a block's tokens after its MLP are; those before it are the sum of x and `more`.
+
+    The norm layer that follows adds them, which saves a pass over memory.
+    """
+    h, x, _ = _norm(block.norm2, x, keep, tapped=False, added=more)
+    return x, block.ls2(mlp(h, block.mlp.fc1, block.mlp.fc2, float8, unseen))
 
 
 # --- what is kept for the backward pass
 
 
 def _norm(
-    layer: Any, x: Tensor, keep: torch.dtype | None, tapped: bool = True, pool: int | None = None
+    layer: Any,
+    x: Tensor,
+    keep: torch.dtype | None,
+    tapped: bool = True,
+    pool: int | None = None,
+    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return LayerNorm(x), computed in float32 and rounded to x's dtype; x; and the tap (N, d), not rounded.
 
     Args:
         tapped: whether the tap is used.
         pool: the tap is the mean of LayerNorm(x) over all tokens after so many; None: it is that of the first token.
+        added: what is added to x before; None: nothing.
     """
     if not torch.is_grad_enabled():
-        normed = _normed(x, layer.weight, layer.bias, layer.eps, None, pool)
-        return normed.y, x, normed.first
+        normed = _normed(x, layer.weight, layer.bias, layer.eps, None, pool, added)
+        return normed.y, normed.x, normed.first
     if keep is None:
+        if added is not None:
+            x = x + added
         h = F.layer_norm(x.float(), layer.normalized_shape, layer.weight, layer.bias, layer.eps)
         return h.to(x.dtype), x, h[:, 0] if pool is None else h[:, pool:].mean(1)
-    return _Norm.apply(x, layer.weight, layer.bias, layer.eps, keep, tapped, pool)
+    return _Norm.apply(x, added, layer.weight, layer.bias, layer.eps, keep, tapped, pool)
 
 
-def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dtype | None, pool: int | None) -> Normed:
+def _normed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    keep: torch.dtype | None,
+    pool: int | None,
+    added: Tensor | None,
+) -> Normed:
     """Return LayerNorm(x), what its backward pass needs, and in the place of the first token the tap of `pool`."""
     forward = norm_forward if has_norm_kernel(x) else plain_norm_forward
-    normed = forward(x, weight, bias, eps, keep)
+    normed = forward(x, weight, bias, eps, keep, added)
     if pool is None:
         return normed
     return normed._replace(first=normed.y[:, pool:].mean(1, dtype=torch.float32))
@@ -314,13 +336,14 @@ def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dty
 class _Norm(torch.autograd.Function):
     """LayerNorm that keeps its normalised input in a few bits.
 
-    It also returns x, so that one pass computes all of the gradient of x.
+    It also returns x, with what is added to it, so that one pass computes all of the gradient of x.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
+        added: Tensor | None,
         weight: Tensor,
         bias: Tensor,
         eps: float,
@@ -328,11 +351,12 @@ class _Norm(torch.autograd.Function):
         tapped: bool,
         pool: int | None,
     ) -> Any:
-        normed = _normed(x, weight, bias, eps, keep, pool)
+        normed = _normed(x, weight, bias, eps, keep, pool, added)
         ctx.save_for_backward(normed.z, normed.scale, weight)
         ctx.tapped = tapped
         ctx.pool = pool
-        return normed.y, x.view_as(x), normed.first
+        ctx.adds = added is not None
+        return normed.y, x.view_as(x) if added is None else normed.x, normed.first
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -341,8 +365,8 @@ class _Norm(torch.autograd.Function):
         first = tap if ctx.tapped and ctx.pool is None else None
         if ctx.tapped and ctx.pool is not None:
             grad = _spread(grad, tap, ctx.pool)
-        found = norm_backward(grad, z, scale, weight, through, first)
-        return *found, None, None, None, None
+        dx, dw, db = norm_backward(grad, z, scale, weight, through, first)
+        return dx, dx if ctx.adds else None, dw, db, None, None, None, None
 
 
 def _spread(grad: Tensor, tap: Tensor, pool: int) -> Tensor:
