@@ -26,6 +26,7 @@ class Descent:
         momentum: only for "sgd".
         nesterov: only for "sgd" with momentum: the step looks ahead by it.
         generator: only for "mgg": a generator, the name of a shipped one, or a file.
+        betas: only for "adam" and "mgg": of the two running means of gradients; None: the optimizer's own.
         fixed: the recipe is named after its optimizer, so that callers cannot choose another.
     """
 
@@ -54,7 +55,9 @@ class Descent:
         if self.optimizer == "sgd":
             nesterov = self.nesterov and self.momentum > 0  # torch rejects it without momentum
             return partial(SGD, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
-        own = {} if self.betas is None else {"betas": tuple(self.betas)}
+        own: dict[str, Any] = {}
+        if self.betas is not None:
+            own["betas"] = tuple(self.betas)
         if self.optimizer == "adam":
             return partial(Adam, lr=self.lr, **own)
         if self.optimizer == "mgg":

@@ -10,10 +10,11 @@ places are many, and of its own domain. For the same reason they may have a shar
 Notation    x (N, C, ...); m, v (C,) its mean and biased variance; a the source's share; P values of a channel
             M = (1 - a) m + a m_S;  V = (1 - a) v + a v_S;  r = 1 / sqrt(V + eps);  y = w r (x - M) + b
             dx = w r (dy - (1 - a) / P (sum(dy) + r^2 (x - m) sum(dy (x - M))))
-With the share o of image i, whose mean and biased variance are m_i, v_i (C,), and N images of Q places each:
-            M_i = b m + a m_S + o m_i;  V_i = b v + a v_S + o v_i;  r_i = 1 / sqrt(V_i + eps);  b = 1 - a - o
+With the share o of image i, whose mean and biased variance are m_i, v_i (C,), the share e = 1 - a - o of the batch, and
+Q places of an image:
+            M_i = e m + a m_S + o m_i;  V_i = e v + a v_S + o v_i;  r_i = 1 / sqrt(V_i + eps);  y_i = w r_i (x_i - M_i) + b
             dM_i = -w r_i sum(dy_i);  dV_i = -w r_i^3 sum(dy_i (x_i - M_i)) / 2, the gradients for M_i and V_i
-            dx_i = w r_i dy_i + o / Q (dM_i + 2 (x_i - m_i) dV_i) + b / P (sum(dM) + 2 (x_i - m) sum(dV))
+            dx_i = w r_i dy_i + o / Q (dM_i + 2 (x_i - m_i) dV_i) + e / P (sum(dM) + 2 (x_i - m) sum(dV))
 """
 
 from typing import Any, NamedTuple

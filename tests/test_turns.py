@@ -1,0 +1,213 @@
+"""Streams whose classes come in turn, on networks with BatchNorm."""
+
+import copy
+
+import pytest
+import torch
+from conftest import convnet, images
+from test_blended import BARE, one_by_one, plus, set_one_by_one
+from torch import nn
+
+import mgtta
+from mgtta.adaptation.gathered import BY_IMAGE_RATE
+from mgtta.adaptation.turns import BEFORE_IMAGES, LEAST_IMAGES, RECENT_IMAGES, Turns
+from mgtta.adaptation.wrapper import innermost
+
+CLASSES = 4
+
+
+def predictions(classes, sure=4.0, seed=0):
+    """Logits (n, C) of images of these classes; some are predicted wrongly."""
+    noise = torch.randn(len(classes), CLASSES, generator=torch.Generator().manual_seed(seed))
+    return sure * nn.functional.one_hot(torch.as_tensor(classes), CLASSES) + noise
+
+
+def mixed(n, seed=0):
+    return torch.randint(CLASSES, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+def followed(*batches):
+    turns = Turns()
+    for seed, classes in enumerate(batches):
+        turns.follow(predictions(classes, seed=seed))
+        turns.settle()
+    return turns
+
+
+def in_turn(n, batches):
+    """Classes of batches that have one class each."""
+    return [[k % CLASSES] * n for k in range(batches)]
+
+
+def test_pairs_are_those_of_the_formula():
+    turns = Turns()
+    batches = [predictions(mixed(n, seed=n), seed=n) for n in (5, 9, 4)]
+    for batch in batches:
+        turns.follow(batch)
+    seen = [batch.softmax(1) for batch in batches]
+    found = []
+    for k in (1, 2):
+        p = seen[k]
+        pairs = [float(p[i] @ p[j]) for i in range(len(p)) for j in range(len(p)) if i != j]
+        within = sum(pairs) / len(pairs)
+        across = sum(float(p[i] @ q) for i in range(len(p)) for q in torch.cat(seen[:k]))
+        found.append((within, across / (len(p) * sum(map(len, seen[:k])))))
+    expected = [(9 * a + 4 * b) / 13 for a, b in zip(*found, strict=True)]
+    torch.testing.assert_close(turns.pairs, torch.tensor(expected))
+
+
+def test_classes_in_turn_are_noticed_and_mixed_ones_are_not():
+    assert not followed(*[mixed(64, seed=k) for k in range(20)]).come
+    assert not followed(*[[1] * 64] * 20).come  # a model that predicts one class shows no turns
+    assert followed(*in_turn(64, 20)).come
+
+
+def test_nothing_is_decided_before_enough_images_are_known():
+    batches = 1 + LEAST_IMAGES // 64
+    assert not followed(*in_turn(64, batches - 1)).come
+    assert followed(*in_turn(64, batches)).come
+
+
+def test_classes_that_are_mixed_again_are_noticed():
+    turns = followed(*in_turn(64, 20), *[mixed(64, seed=k) for k in range(20)])
+    assert not turns.come
+    assert turns.images == BEFORE_IMAGES or turns.images == 40 * 64
+    assert turns.recent <= RECENT_IMAGES
+
+
+def test_a_prediction_that_is_not_finite_counts_as_unsure():
+    turns = Turns()
+    for seed in range(12):
+        logits = predictions(mixed(64, seed=seed), seed=seed)
+        logits[0] = float("nan")
+        turns.follow(logits)
+    turns.settle()
+    assert turns.pairs.isfinite().all()
+    assert not turns.come
+
+
+def test_a_state_continues_where_it_was_taken():
+    batches = in_turn(64, 9)
+    whole = followed(*batches)
+    half = Turns.loaded(copy.deepcopy(followed(*batches[:4]).state()), CLASSES)
+    for seed, classes in enumerate(batches[4:], 4):
+        half.follow(predictions(classes, seed=seed))
+        half.settle()
+    for name, value in whole.state().items():
+        found = half.state()[name]
+        assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"come": 1}, {"images": -1}, {"recent": None}, {"mean": torch.zeros(3)}, {"pairs": torch.full((2,), torch.nan)}],
+)
+def test_an_invalid_state_is_refused(wrong):
+    with pytest.raises(ValueError, match="turns"):
+        Turns.loaded({**followed(*in_turn(8, 3)).state(), **wrong}, CLASSES)
+    with pytest.raises(ValueError, match="turns"):
+        Turns.loaded({}, CLASSES)
+
+
+def test_then_batches_are_predicted_and_learned_from_image_by_image():
+    model, method = plus(lr=1e-2, **BARE)
+    _, twin = plus(lr=1e-2 * BY_IMAGE_RATE, gather=0, **BARE)
+    set_one_by_one(innermost(twin).model)
+    x = images(32)
+    method.turns.come = True
+    torch.testing.assert_close(method.predict(x), one_by_one(model)(x))
+    torch.testing.assert_close(method(x), twin(x))
+    for name, value in innermost(method).adapted.items():
+        torch.testing.assert_close(value, dict(innermost(twin).adapted)[name])
+    assert not innermost(method).statistics.images.any()
+    method.reset()
+    assert not method.turns.come
+
+
+def test_a_guard_asks_the_source_image_by_image_then():
+    model, method = plus(**BARE, guard=True)
+    method.method.turns.come = True
+    x = images(32)
+    assert not method.reference.by_batch(32)
+    asked, _ = method.reference.ask(x, torch.arange(32))
+    torch.testing.assert_close(asked, one_by_one(model)(x))
+
+
+class Colours(nn.Module):
+    """Tells images by their brightest channel."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(CLASSES - 1)
+        self.head = nn.Linear(CLASSES - 1, CLASSES)
+        with torch.no_grad():
+            self.head.weight.copy_(6 * torch.eye(CLASSES, CLASSES - 1))
+            self.head.bias.zero_()
+
+    def forward(self, x):
+        return self.head(self.norm(x).mean((2, 3)))
+
+
+def coloured(classes, seed):
+    """Images (n, 3, 8, 8) of these classes, the last of which has no colour."""
+    random = torch.Generator().manual_seed(seed)
+    x = 0.3 * torch.rand(len(classes), CLASSES, 8, 8, generator=random)
+    x[range(len(classes)), classes] += 0.5
+    return x[:, :3]
+
+
+def colour_stream(batches):
+    return [coloured(classes, seed) for seed, classes in enumerate(batches)]
+
+
+@pytest.fixture(scope="module")
+def colours():
+    net = Colours()
+    clean = coloured(mixed(256), seed=99)
+    net.train()
+    net.norm.momentum = None  # the mean over all batches
+    net(clean)
+    model = mgtta.load_model(net.eval())
+    return model, mgtta.source_statistics(model, clean)
+
+
+def created(colours, **settings):
+    model, source = colours
+    return mgtta.create("mgtta+", model, source=source, recall=0, mirror=False, **settings)
+
+
+def test_a_stream_of_one_class_after_another_is_not_spoilt(colours):
+    sorted_classes = [[k] * 64 for k in range(CLASSES) for _ in range(4)]
+    method = created(colours)
+    right = 0
+    for x, classes in zip(colour_stream(sorted_classes), sorted_classes, strict=True):
+        right += int((method(x).argmax(1) == torch.tensor(classes)).sum())
+    assert method.turns.come
+    assert right > 0.8 * 64 * len(sorted_classes)
+    mixed_classes = [mixed(64, seed=k).tolist() for k in range(20)]
+    for x in colour_stream(mixed_classes):
+        method(x)
+    assert not method.turns.come
+
+
+def test_resume_continues_bit_for_bit(colours):
+    batches = colour_stream([[k % CLASSES] * 64 for k in range(12)])
+    method = created(colours)
+    for x in batches[:7]:
+        method(x)
+    again = created(colours)
+    again.load_state_dict(method.state_dict())
+    for x in batches[7:]:
+        assert torch.equal(again(x), method(x))
+    older = method.state_dict()
+    del older["gather"]["turns"]  # as an earlier version wrote it
+    again.load_state_dict(older)
+    assert not again.turns.come
+
+
+def test_networks_without_batchnorm_know_no_turns():
+    model = mgtta.load_model(convnet("group"))
+    source = mgtta.source_statistics(model, images(32, seed=9))
+    method = mgtta.create("mgtta+", model, source=source, recall=0, mirror=False)
+    assert method.turns is None
+    assert "turns" not in method.state_dict()["gather"]
