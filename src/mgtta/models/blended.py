@@ -12,7 +12,7 @@ Notation    x (N, C, ...); m, v (C,) its mean and biased variance; a the source'
             dx = w r (dy - (1 - a) / P (sum(dy) + r^2 (x - m) sum(dy (x - M))))
 With the share o of image i, whose mean and biased variance are m_i, v_i (C,), the share e = 1 - a - o of the batch, and
 Q places of an image:
-            M_i = e m + a m_S + o m_i;  V_i = e v + a v_S + o v_i;  r_i = 1 / sqrt(V_i + eps);  y_i = w r_i (x_i - M_i) + b
+            M_i = e m + a m_S + o m_i;  V_i = e v + a v_S + o v_i;  r_i = 1 / sqrt(V_i + eps)
             dM_i = -w r_i sum(dy_i);  dV_i = -w r_i^3 sum(dy_i (x_i - M_i)) / 2, the gradients for M_i and V_i
             dx_i = w r_i dy_i + o / Q (dM_i + 2 (x_i - m_i) dV_i) + e / P (sum(dM) + 2 (x_i - m) sum(dV))
 """
