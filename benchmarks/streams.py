@@ -154,6 +154,7 @@ class Bench:
             records.append({"domain": domain, **scores(torch.cat(logits).float().cpu(), y)})
         own = {"experiment": "streams", "method": name, "kind": kind, "seed": seed, "settings": settings}
         more = {"without": [], "split": self.split, "device": self.device, "precision": method.precision}
+        more["turns"] = sum(event["action"] in ("one by one", "by batch") for event in method.events)
         return [{**own, **record, **more, "part": part} for part, record in enumerate(records)]
 
 

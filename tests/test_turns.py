@@ -71,8 +71,16 @@ def test_nothing_is_decided_before_enough_images_are_known():
 def test_classes_that_are_mixed_again_are_noticed():
     turns = followed(*in_turn(64, 20), *[mixed(64, seed=k) for k in range(20)])
     assert not turns.come
-    assert turns.images == BEFORE_IMAGES or turns.images == 40 * 64
+    assert [event["action"] for event in turns.events] == ["one by one", "by batch"]
+    assert turns.events[0]["within"] > turns.events[0]["across"]
     assert turns.recent <= RECENT_IMAGES
+
+
+def test_what_came_long_ago_is_forgotten():
+    long = [1] * (2 * BEFORE_IMAGES // 64)
+    turns = followed(*[[k] * 64 for k in long], [2] * 64)
+    assert turns.mean.argmax() == 1
+    assert turns.mean[2] > 0.5 * 64 / BEFORE_IMAGES
 
 
 def test_a_prediction_that_is_not_finite_counts_as_unsure():
@@ -183,6 +191,7 @@ def test_a_stream_of_one_class_after_another_is_not_spoilt(colours):
     for x, classes in zip(colour_stream(sorted_classes), sorted_classes, strict=True):
         right += int((method(x).argmax(1) == torch.tensor(classes)).sum())
     assert method.turns.come
+    assert [event["action"] for event in method.events] == ["one by one"]
     assert right > 0.8 * 64 * len(sorted_classes)
     mixed_classes = [mixed(64, seed=k).tolist() for k in range(20)]
     for x in colour_stream(mixed_classes):

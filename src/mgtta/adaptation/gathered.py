@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mgtta._lib.names import spelled
-from mgtta.adaptation.method import Method
+from mgtta.adaptation.method import Events, Method
 from mgtta.adaptation.shift import Arriving
 from mgtta.adaptation.step import Pass, scaled_rates
 from mgtta.adaptation.turns import Turns
@@ -74,6 +74,13 @@ class Gathered(Wrapper):
     @property
     def waiting(self) -> int:
         return sum(map(len, self.kept))
+
+    @property
+    def events(self) -> Events:
+        if self.turns is None:
+            return self.method.events
+        self.turns.settle()
+        return [*self.method.events, *self.turns.events]
 
     @torch.inference_mode(False)
     def step(self, x: Tensor, learn: bool = True) -> Pass:

@@ -10,6 +10,7 @@ Notation    p_i (C,) probabilities of image i of a batch of n images; m (C,) mea
             Both are averaged over the latest RECENT_IMAGES.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ LEAST_IMAGES = 256  # whose pairs must be known for a decision
 EXCESS = 0.002  # within - across, which must be above this
 BEGIN_RATIO = 1.15  # within / across above which classes come in turn
 END_RATIO = 1.5  # below which they do not any more: predictions one by one show more of it
+EVENTS = 1000  # that are kept, the first ones
 
 
 class Turns:
@@ -30,14 +32,16 @@ class Turns:
 
     Attributes:
         come: the answer when `settle` was last called. A GPU is read there, and not when a batch is followed.
+        events: how the answer changed: dicts of plain values.
     """
 
     def __init__(self) -> None:
         self.come = False
-        self.images = 0  # in `mean`
+        self.images = 0  # that were followed
         self.recent = 0  # in `pairs`, since the answer last changed
         self.mean: Tensor | None = None  # m
         self.pairs: Tensor | None = None  # within and across, (2,)
+        self.events: list[dict[str, Any]] = []
         self._arriving = Arriving()
 
     @torch.no_grad()
@@ -47,9 +51,9 @@ class Turns:
         p = logits.float().softmax(1)
         p = torch.where(p.isfinite().all(1, keepdim=True), p, 1 / p.shape[1])
         mean = p.mean(0)
+        self.images += n
         if self.mean is None:
             self.mean = mean
-            self.images = n
             return
         before = self.mean.to(mean)
         within = (p.sum(0).square().sum() - p.square().sum()) / (n * (n - 1))
@@ -58,8 +62,7 @@ class Turns:
         if self.pairs is not None:
             pairs = self.pairs.to(pairs).lerp(pairs, min(n / self.recent, 1.0))
         self.pairs = pairs
-        self.images = min(self.images + n, BEFORE_IMAGES)
-        self.mean = before.lerp(mean, min(n / self.images, 1.0))
+        self.mean = before.lerp(mean, min(n / min(self.images, BEFORE_IMAGES), 1.0))
         if self.recent >= LEAST_IMAGES:
             self._arriving.send(pairs, None)
 
@@ -75,12 +78,17 @@ class Turns:
             self.come = come
             self.recent = 0
             self.pairs = None
+            if len(self.events) < EVENTS:
+                action = "one by one" if come else "by batch"
+                self.events.append({"image": self.images, "action": action, "within": within, "across": across})
 
     def state(self) -> dict[str, Any]:
         """Return what is known, as plain values and tensors on the CPU."""
         self.settle()
-        known = {name: getattr(self, name) for name in ("come", "images", "recent", "mean", "pairs")}
-        return {name: value.cpu().clone() if isinstance(value, Tensor) else value for name, value in known.items()}
+        known = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return {
+            name: value.cpu() if isinstance(value, Tensor) else value for name, value in copy.deepcopy(known).items()
+        }
 
     @classmethod
     def loaded(cls, state: Any, classes: int) -> "Turns":
@@ -94,8 +102,8 @@ class Turns:
             if found is None:
                 continue
             sound = sound and isinstance(found, Tensor) and found.shape == (size,) and bool(found.isfinite().all())
-        if not sound:
+        if not sound or not isinstance(state["events"], list):
             raise ValueError("invalid gather state: its part on turns has values that are out of range")
-        for name, value in state.items():
-            setattr(turns, name, value.clone() if isinstance(value, Tensor) else value)
+        for name, value in copy.deepcopy(state).items():
+            setattr(turns, name, value)
         return turns
