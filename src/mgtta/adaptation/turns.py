@@ -19,7 +19,7 @@ from torch import Tensor
 from mgtta.adaptation.shift import Arriving, is_count
 
 BATCHES = 8  # whose median F decides: a median does not see single changes
-LEAST_BATCHES = 4  # that must be known
+LEAST_BATCHES = 3  # that must be known
 CHANGE = 1.4  # F above which classes come in turn
 EVENTS = 1000  # that are kept, the first ones
 
