@@ -1,16 +1,16 @@
-"""Do the classes of a stream come in turn? Then two images of one batch are predicted alike more often than two images
-of different batches.
+"""Do the classes of a stream come in turn? Then the mean prediction changes from batch to batch by more than chance.
 
 It matters to networks with BatchNorm: a batch of few classes has statistics that tell these classes from the others,
-and whoever normalises by them takes that away. A model that predicts few classes, as many do under a shift, has many
-pairs of both kinds.
+and whoever normalises by them takes that away. A model that predicts few classes for every batch, as many do under a
+shift, shows no change; a new kind of shift shows one, once.
 
-Notation    p_i (C,) probabilities of image i of a batch of n images; m (C,) mean of p over the images before the batch
-            within = mean of p_i . p_j over the pairs of a batch; across = mean of p_i . m
-            Both are averaged over the latest RECENT_IMAGES.
+Notation    p_i (C,) probabilities of image i of a batch of n images; m (C,) their mean
+            e = sum_i |p_i - m|^2 / (n (n - 1)), the variance of m by chance
+            F = |m - m'|^2 / (e + e'), of a batch and the one before it: about 1 if both are drawn from the same classes
 """
 
 import copy
+import statistics
 from typing import Any
 
 import torch
@@ -18,12 +18,9 @@ from torch import Tensor
 
 from mgtta.adaptation.shift import Arriving, is_count
 
-BEFORE_IMAGES = 3000  # over which m is averaged: longer than a class stays
-RECENT_IMAGES = 512  # over which pairs are averaged
-LEAST_IMAGES = 256  # whose pairs must be known for a decision
-EXCESS = 0.002  # within - across, which must be above this
-BEGIN_RATIO = 1.15  # within / across above which classes come in turn
-END_RATIO = 1.5  # below which they do not any more: predictions one by one show more of it
+BATCHES = 8  # whose median F decides: a median does not see single changes
+LEAST_BATCHES = 4  # that must be known
+CHANGE = 1.4  # F above which classes come in turn
 EVENTS = 1000  # that are kept, the first ones
 
 
@@ -38,49 +35,44 @@ class Turns:
     def __init__(self) -> None:
         self.come = False
         self.images = 0  # that were followed
-        self.recent = 0  # in `pairs`, since the answer last changed
-        self.mean: Tensor | None = None  # m
-        self.pairs: Tensor | None = None  # within and across, (2,)
+        self.mean: Tensor | None = None  # m, of the last batch
+        self.chance: Tensor | None = None  # e
+        self.changes: list[float] = []  # F of the last batches, since the answer changed
         self.events: list[dict[str, Any]] = []
         self._arriving = Arriving()
 
     @torch.no_grad()
     def follow(self, logits: Tensor) -> None:
-        """Take in the predictions of a batch (n, C)."""
+        """Take in the predictions of a batch (n, C) of more than one image."""
         n = len(logits)
         p = logits.float().softmax(1)
         p = torch.where(p.isfinite().all(1, keepdim=True), p, 1 / p.shape[1])
         mean = p.mean(0)
+        chance = (p - mean).square().sum() / (n * (n - 1))
+        if self.mean is not None and self.chance is not None:
+            change = (mean - self.mean.to(mean)).square().sum() / (chance + self.chance.to(mean))
+            self._arriving.send(change, None)
+        self.mean = mean
+        self.chance = chance
         self.images += n
-        if self.mean is None:
-            self.mean = mean
-            return
-        before = self.mean.to(mean)
-        within = (p.sum(0).square().sum() - p.square().sum()) / (n * (n - 1))
-        pairs = torch.stack([within, mean @ before])
-        self.recent = min(self.recent + n, RECENT_IMAGES)
-        if self.pairs is not None:
-            pairs = self.pairs.to(pairs).lerp(pairs, min(n / self.recent, 1.0))
-        self.pairs = pairs
-        self.mean = before.lerp(mean, min(n / min(self.images, BEFORE_IMAGES), 1.0))
-        if self.recent >= LEAST_IMAGES:
-            self._arriving.send(pairs, None)
 
     def settle(self) -> None:
         """Decide by all batches that were followed."""
         held = self._arriving.take()
         if held is None:
             return
-        within, across = held[0].tolist()
-        ratio = END_RATIO if self.come else BEGIN_RATIO
-        come = within - across > EXCESS and within > ratio * across
-        if come != self.come:  # from now on images are normalised in another way, and predicted in another way
-            self.come = come
-            self.recent = 0
-            self.pairs = None
-            if len(self.events) < EVENTS:
-                action = "one by one" if come else "by batch"
-                self.events.append({"image": self.images, "action": action, "within": within, "across": across})
+        self.changes = [*self.changes[1 - BATCHES :], float(held[0].nan_to_num())]  # 0 / 0: nothing changed
+        if len(self.changes) < LEAST_BATCHES:
+            return
+        change = statistics.median(self.changes)
+        if (change > CHANGE) == self.come:
+            return
+        self.come = not self.come
+        self.changes = []  # from now on images are normalised, and so predicted, in another way
+        self.mean = None
+        if len(self.events) < EVENTS:
+            action = "one by one" if self.come else "by batch"
+            self.events.append({"image": self.images, "action": action, "change": change})
 
     def state(self) -> dict[str, Any]:
         """Return what is known, as plain values and tensors on the CPU."""
@@ -96,13 +88,15 @@ class Turns:
         turns = cls()
         if not isinstance(state, dict) or state.keys() != turns.state().keys():
             raise ValueError("invalid gather state: its part on turns has other entries")
-        sound = isinstance(state["come"], bool) and is_count(state["images"]) and is_count(state["recent"])
-        for name, size in (("mean", classes), ("pairs", 2)):
+        sound = isinstance(state["come"], bool) and is_count(state["images"]) and isinstance(state["events"], list)
+        for name, shape in (("mean", (classes,)), ("chance", ())):
             found = state[name]
             if found is None:
                 continue
-            sound = sound and isinstance(found, Tensor) and found.shape == (size,) and bool(found.isfinite().all())
-        if not sound or not isinstance(state["events"], list):
+            sound = sound and isinstance(found, Tensor) and found.shape == shape and bool(found.isfinite().all())
+        changes = state["changes"]
+        sound = sound and isinstance(changes, list) and all(isinstance(each, float) for each in changes)
+        if not sound:
             raise ValueError("invalid gather state: its part on turns has values that are out of range")
         for name, value in copy.deepcopy(state).items():
             setattr(turns, name, value)
