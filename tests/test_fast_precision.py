@@ -6,11 +6,13 @@ import pytest
 import torch
 from conftest import CLASSES, NETS, images, vit
 from fast_path import CHOOSING, FOLLOWING, NAMES, batches, close, followed, make
+from torch import nn
 
 import mgtta
 from mgtta._lib.timm import timm
 from mgtta.data.embedded import EMBEDDED
 from mgtta.data.streams import corrupted, stream
+from mgtta.fast.bf16 import depthwise, is_depthwise
 
 
 @pytest.mark.parametrize("low_memory", [False, True])
@@ -101,20 +103,48 @@ def test_states_go_from_one_precision_to_the_other(name):
     assert states[0].keys() == states[1].keys()
 
 
-def test_convnexts_scale_weights_instead_of_outputs():
+@pytest.mark.parametrize("conv_mlp", [False, True])
+def test_convnexts_take_vectors_into_their_neighbours(conv_mlp):
+    """The scale of an MLP's output into its weights, and the bias of a convolution into the norm that follows."""
     torch.manual_seed(0)
-    net = timm.models.convnext.ConvNeXt(depths=(1, 1, 1, 1), dims=(8, 16, 32, 64), num_classes=CLASSES)
+    net = timm.models.convnext.ConvNeXt(
+        depths=(1, 1, 1, 1), dims=(8, 16, 32, 64), num_classes=CLASSES, conv_mlp=conv_mlp
+    )
     with torch.no_grad():
         for name, p in net.named_parameters():
-            if name.endswith("gamma"):
+            if name.endswith(("gamma", "conv_dw.bias")):
                 p.uniform_(-1, 1)
     method = make("tent", net)
     exact = make("tent", net, precision="fp32")
     for x in batches():
         assert close(method(x), exact(x))
-    assert all(block.gamma is None for stage in method.engine.network.model.net.stages for block in stage.blocks)
-    assert all(block.gamma is not None for stage in method.model.net.stages for block in stage.blocks)
+    own = [block for stage in method.engine.network.model.net.stages for block in stage.blocks]
+    assert all(block.conv_dw.bias is None for block in own)
+    assert all((block.gamma is None) != conv_mlp for block in own)
+    theirs = [block for stage in method.model.net.stages for block in stage.blocks]
+    assert all(block.gamma is not None and block.conv_dw.bias is not None for block in theirs)
     exported = dict(method.export().named_parameters())
     for name, value in net.named_parameters():
-        if name.endswith("fc2.weight"):
+        if name.endswith(("fc2.weight", "conv_dw.bias")):
             assert torch.equal(exported[name], value)
+
+
+@pytest.mark.parametrize(("kernel", "bias"), [(3, True), (7, False), ((1, 5), True)])
+def test_depthwise_convolutions_have_the_gradient_of_autograd(kernel, bias):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 4, kernel, padding="same", groups=4, bias=bias).double().requires_grad_(False)
+    layer.padding = tuple(k // 2 for k in layer.kernel_size)
+    assert is_depthwise(layer)
+    x = torch.randn(2, 4, 9, 8, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn_like(x)
+    expected = layer(x)
+    found = depthwise(layer, x, layer.weight.flip(2, 3))
+    assert torch.equal(found, expected)
+    for a, b in zip(torch.autograd.grad(found, x, grad), torch.autograd.grad(expected, x, grad), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("more", [{"stride": 2}, {"padding": 0}, {"dilation": 2}, {"groups": 2}, {"kernel_size": 4}])
+def test_other_convolutions_are_not_depthwise(more):
+    layer = nn.Conv2d(4, **{"out_channels": 4, "kernel_size": 3, "padding": 1, "groups": 4, **more})
+    assert not is_depthwise(layer.requires_grad_(False))

@@ -50,7 +50,10 @@ def test_layer_norm_backward_formulas_agree_with_autograd():
 
 def test_layer_norm_forward_formulas_agree_with_torch():
     random = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(shape, generator=random) for shape in ((3, 5, 24), (24,), (24,)))
+    x, weight, bias, shift = (torch.randn(shape, generator=random) for shape in ((3, 5, 24), (24,), (24,), (24,)))
+    shifted = plain_norm_forward(x, weight, bias, 1e-6, torch.float64, shift=shift)
+    torch.testing.assert_close(shifted.y, torch.nn.functional.layer_norm(x + shift, (24,), weight, bias, 1e-6))
+    assert torch.equal(shifted.x, x)
     normed = plain_norm_forward(x, weight, bias, 1e-6, torch.float64)
     expected = torch.nn.functional.layer_norm(x, (24,), weight, bias, 1e-6)
     torch.testing.assert_close(normed.y, expected)
@@ -184,7 +187,7 @@ def test_gelu_kernel_agrees_with_the_plain_version(shape):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("shape", [(3, 5, 24), (64, 197, 192), (2, 1, 768), (5, 197, 1024)])
+@pytest.mark.parametrize("shape", [(3, 5, 24), (64, 197, 192), (1, 70001, 96), (9, 7, 384), (5, 197, 1024)])
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_layer_norm_kernel_agrees_with_the_plain_version(shape, kept):
     (grad, z, *more, tap), _ = case(*shape, device="cuda", dtype=torch.bfloat16)
@@ -197,7 +200,7 @@ def test_layer_norm_kernel_agrees_with_the_plain_version(shape, kept):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("shape", [(3, 5, 24), (8, 197, 192), (1, 4097, 96), (5, 197, 1024)])
+@pytest.mark.parametrize("shape", [(3, 5, 24), (8, 197, 192), (1, 4097, 96), (9, 7, 384), (5, 197, 1024)])
 @pytest.mark.parametrize("keep", [torch.bfloat16, torch.float8_e4m3fn, None])
 def test_layer_norm_forward_kernel_agrees_with_the_plain_version(shape, keep):
     random = torch.Generator("cuda").manual_seed(0)
@@ -208,6 +211,10 @@ def test_layer_norm_forward_kernel_agrees_with_the_plain_version(shape, keep):
     summed = norm_forward(x, weight, bias, 1e-6, keep, added)
     assert torch.equal(summed.x, x + added)
     assert torch.equal(summed.y, norm_forward(x + added, weight, bias, 1e-6, keep).y)
+    shift = torch.randn(shape[-1], generator=random, device="cuda")
+    shifted = [f(x, weight, bias, 1e-6, keep, shift=shift) for f in (norm_forward, plain_norm_forward)]
+    torch.testing.assert_close(shifted[0].y.float(), shifted[1].y.float(), atol=0.02, rtol=0.02)
+    assert torch.equal(shifted[0].x, x)
     for name in ("y", "first") if keep is None else ("y", "first", "z", "scale"):
         a, b = (getattr(normed, name) for normed in (found, expected))
         assert a.dtype == b.dtype

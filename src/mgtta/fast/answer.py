@@ -135,7 +135,7 @@ def mixed(
     )
     rank, d = up.shape
     moved = up.new_empty(d)
-    blocks = {"R": triton.next_power_of_2(rank), "B": COLUMNS, "CLASSES": 64}
+    blocks = {"R": triton.next_power_of_2(rank), "B": COLUMNS, "CLASSES": 256, "num_warps": 8}
     strides = (down.stride(0), down.stride(1), up.stride(0), up.stride(1))
     _map_kernel[(triton.cdiv(d, COLUMNS),)](
         change, down, up, moved, images, later, classes, rank, *strides, observe, D=d, **blocks

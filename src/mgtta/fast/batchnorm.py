@@ -151,10 +151,11 @@ def _split(places: int, channels: int, block: int, tall: int) -> tuple[int, int]
     return triton.cdiv(places, rows), rows
 
 
+# A kernel's C is not a constant: a network has many widths, and each would be compiled for itself.
 if triton is not None:
 
     @triton.jit
-    def _sums_kernel(x, pivot, parts, places, rows, C: tl.constexpr, ROWS: tl.constexpr, B: tl.constexpr):
+    def _sums_kernel(x, pivot, parts, places, rows, C, ROWS: tl.constexpr, B: tl.constexpr):
         program = tl.program_id(0)
         columns = tl.program_id(1) * B + tl.arange(0, B)
         inside = columns < C
@@ -188,7 +189,7 @@ if triton is not None:
         places,
         share,
         eps,
-        C: tl.constexpr,
+        C,
         ROWS: tl.constexpr,
         B: tl.constexpr,
         told: tl.constexpr,
@@ -230,7 +231,7 @@ if triton is not None:
         places,
         adds: tl.constexpr,
         relu: tl.constexpr,
-        C: tl.constexpr,
+        C,
         ROWS: tl.constexpr,
         B: tl.constexpr,
     ):
@@ -263,7 +264,7 @@ if triton is not None:
         rows,
         added: tl.constexpr,
         relu: tl.constexpr,
-        C: tl.constexpr,
+        C,
         ROWS: tl.constexpr,
         B: tl.constexpr,
     ):
@@ -295,9 +296,7 @@ if triton is not None:
         tl.store(at + C, tl.sum(second, 0), mask=inside)
 
     @triton.jit
-    def _slopes_kernel(
-        parts, found, slopes, programs, places, keep, C: tl.constexpr, ROWS: tl.constexpr, B: tl.constexpr
-    ):
+    def _slopes_kernel(parts, found, slopes, programs, places, keep, C, ROWS: tl.constexpr, B: tl.constexpr):
         columns = tl.program_id(0) * B + tl.arange(0, B)
         inside = columns < C
         first = tl.zeros((ROWS, B), dtype=tl.float32)
@@ -328,7 +327,7 @@ if triton is not None:
         dx,
         places,
         masks: tl.constexpr,
-        C: tl.constexpr,
+        C,
         ROWS: tl.constexpr,
         B: tl.constexpr,
     ):

@@ -56,14 +56,29 @@ def has_norm_kernel(x: Tensor) -> bool:
     return x.is_cuda and triton is not None and not torch.compiler.is_compiling()
 
 
+TILE = 1024  # values that a program has in hand
+
+
+def _rows_at_a_time(d: int) -> int:
+    """Return how many rows of d features a program takes at a time: one short row would not keep it busy."""
+    return max(1, TILE // triton.next_power_of_2(d))
+
+
 def norm_forward(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dtype | None, added: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    keep: torch.dtype | None,
+    added: Tensor | None = None,
+    shift: Tensor | None = None,
 ) -> Normed:
     """Return LayerNorm of x (N, L, d), and what its backward pass needs, by one kernel.
 
     Args:
         keep: dtype of z; None: z and scale are not needed, and stay empty.
         added: what is added to x before, (N, L, d); None: nothing.
+        shift: what is added to each row before, but not to the x that is returned, (d,); None: nothing.
     """
     x = x.contiguous()
     n, length, d = x.shape
@@ -74,13 +89,33 @@ def norm_forward(
     adds = added is not None
     whole = torch.empty_like(x) if adds else x
     more = added.contiguous() if added is not None else x  # any tensor, if it is not read
-    constants = {"d": d, "kept": keep is not None, "adds": adds, "BLOCK": triton.next_power_of_2(d), "num_warps": 4}
-    _forward_kernel[(n * length,)](x, more, whole, weight, bias, z, scale, y, first, length, eps, **constants)
+    offset = weight if shift is None else shift  # likewise
+    tensors = (x, more, whole, offset, weight, bias, z, scale, y, first)
+    rows = _rows_at_a_time(d)
+    _forward_kernel[(triton.cdiv(n * length, rows),)](
+        *tensors,
+        n * length,
+        length,
+        eps,
+        d=d,
+        kept=keep is not None,
+        adds=adds,
+        shifts=shift is not None,
+        ROWS=rows,
+        BLOCK=triton.next_power_of_2(d),
+        num_warps=4,
+    )
     return Normed(z, scale, y, first, whole)
 
 
 def plain_norm_forward(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, keep: torch.dtype | None, added: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    keep: torch.dtype | None,
+    added: Tensor | None = None,
+    shift: Tensor | None = None,
 ) -> Normed:
     """Return the same as `norm_forward`, as the formulas say.
 
@@ -88,10 +123,11 @@ def plain_norm_forward(
     """
     if added is not None:
         x = x + added
-    mean = x.float().mean(-1, keepdim=True)
-    scale = ((x.float() - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
-    z = (x.float() - mean) * scale
-    first = (x[:, 0].float() - mean[:, 0]) * scale[:, 0] * weight + bias
+    t = x.float() if shift is None else x.float() + shift
+    mean = t.mean(-1, keepdim=True)
+    scale = ((t - mean).square().mean(-1, keepdim=True) + eps).rsqrt()
+    z = (t - mean) * scale
+    first = (t[:, 0] - mean[:, 0]) * scale[:, 0] * weight + bias
     return Normed(z if keep is None else z.to(keep), scale, (z * weight + bias).to(x.dtype), first, x)
 
 
@@ -145,40 +181,49 @@ if triton is not None:
         x,
         more,
         whole,
+        shift,
         weight,
         bias,
         z,
         scale,
         y,
         first,
+        count,
         length,
         eps,
         d: tl.constexpr,
         kept: tl.constexpr,
         adds: tl.constexpr,
+        shifts: tl.constexpr,
+        ROWS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        row = tl.program_id(0)
+        start = tl.program_id(0) * ROWS
+        row = start + tl.arange(0, ROWS)
         columns = tl.arange(0, BLOCK)
-        inside = columns < d
+        inside = (row[:, None] < count) & (columns[None, :] < d)
         wide = tl.full((), d, tl.int64)  # 32 bits may not count all values
-        at = row * wide + columns
+        at = row[:, None] * wide + columns[None, :]
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
         if adds:
             value += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
             value = value.to(whole.dtype.element_ty).to(tl.float32)  # as it is kept
             tl.store(whole + at, value.to(whole.dtype.element_ty), mask=inside)
-        w = tl.load(weight + columns, mask=inside, other=0.0)
-        b = tl.load(bias + columns, mask=inside, other=0.0)
-        away = tl.where(inside, value - tl.sum(value, 0) / d, 0.0)
-        s = 1.0 / tl.sqrt(tl.sum(away * away, 0) / d + eps)
-        out = away * s * w + b
+        if shifts:
+            value += tl.load(shift + columns, mask=columns < d, other=0.0)[None, :]
+        w = tl.load(weight + columns, mask=columns < d, other=0.0)
+        b = tl.load(bias + columns, mask=columns < d, other=0.0)
+        away = tl.where(columns[None, :] < d, value - (tl.sum(value, 1) / d)[:, None], 0.0)
+        s = 1.0 / tl.sqrt(tl.sum(away * away, 1) / d + eps)
+        normed = away * s[:, None]
+        out = normed * w[None, :] + b[None, :]
         tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
         if kept:
-            tl.store(z + at, (away * s).to(z.dtype.element_ty), mask=inside)
-            tl.store(scale + row, s)
-        if row % length == 0:
-            tl.store(first + (row // length) * wide + columns, out, mask=inside)
+            tl.store(z + at, normed.to(z.dtype.element_ty), mask=inside)
+            tl.store(scale + row, s, mask=row < count)
+        if (start + ROWS - 1) // length * length >= start:  # an image begins among these rows
+            begins = inside & (row % length == 0)[:, None]
+            tl.store(first + (row // length)[:, None] * wide + columns[None, :], out, mask=begins)
 
     @triton.jit
     def _kernel(
@@ -196,33 +241,36 @@ if triton is not None:
         d: tl.constexpr,
         passed: tl.constexpr,
         tapped: tl.constexpr,
+        ROWS: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         program = tl.program_id(0)
         columns = tl.arange(0, BLOCK)
-        inside = columns < d
-        w = tl.load(weight + columns, mask=inside, other=0.0)
-        dw = tl.zeros((BLOCK,), dtype=tl.float32)
-        db = tl.zeros((BLOCK,), dtype=tl.float32)
+        w = tl.load(weight + columns, mask=columns < d, other=0.0)
+        dw = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        db = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         wide = tl.full((), d, tl.int64)  # 32 bits may not count all values
-        for row in tl.range(program, rows, tl.num_programs(0), num_stages=3):
-            at = row * wide + columns
+        for start in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=3):
+            row = start + tl.arange(0, ROWS)
+            inside = (row[:, None] < rows) & (columns[None, :] < d)
+            at = row[:, None] * wide + columns[None, :]
             g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
             x = tl.load(z + at, mask=inside, other=0.0).to(tl.float32)
-            r = tl.zeros((BLOCK,), dtype=tl.float32)
+            r = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
             if passed:
                 r = tl.load(through + at, mask=inside, other=0.0).to(tl.float32)  # all loads come before any sum
-            s = tl.load(scale + row)
+            s = tl.load(scale + row, mask=row < rows, other=0.0)
             if tapped:  # noqa: SIM102 - a constant when the kernel is compiled
-                if row % length == 0:
-                    g += tl.load(tap + (row // length) * stride + columns, mask=inside, other=0.0)
+                if (start + ROWS - 1) // length * length >= start:  # an image begins among these rows
+                    begins = inside & (row % length == 0)[:, None]
+                    g += tl.load(tap + (row // length)[:, None] * stride + columns[None, :], mask=begins, other=0.0)
             dw += g * x
             db += g
-            gw = g * w
-            out = r + s * (gw - tl.sum(gw, 0) / d - x * (tl.sum(gw * x, 0) / d))
-            tl.store(dx + at, out.to(dx.dtype.element_ty), mask=inside)
-        tl.store(sums + program * 2 * d + columns, dw, mask=inside)
-        tl.store(sums + program * 2 * d + d + columns, db, mask=inside)
+            gw = g * w[None, :]
+            centred = gw - (tl.sum(gw, 1) / d)[:, None] - x * (tl.sum(gw * x, 1) / d)[:, None]
+            tl.store(dx + at, (r + s[:, None] * centred).to(dx.dtype.element_ty), mask=inside)
+        tl.store(sums + program * 2 * d + columns, tl.sum(dw, 0), mask=columns < d)
+        tl.store(sums + program * 2 * d + d + columns, tl.sum(db, 0), mask=columns < d)
 
     @triton.jit
     def _sum(parts, total, count, size: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
@@ -238,7 +286,8 @@ if triton is not None:
         grad: Tensor, z: Tensor, scale: Tensor, weight: Tensor, through: Tensor | None, tap: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         n, length, d = grad.shape
-        programs = min(PROGRAMS, n * length)
+        rows = _rows_at_a_time(d)
+        programs = min(PROGRAMS, triton.cdiv(n * length, rows))
         past = grad if through is None else through  # any tensor, if it is not read
         dx = torch.empty_like(past)
         parts = grad.new_empty((programs, 2, d), dtype=torch.float32)
@@ -250,6 +299,7 @@ if triton is not None:
             "d": d,
             "passed": through is not None,
             "tapped": tapped,
+            "ROWS": rows,
             "BLOCK": triton.next_power_of_2(d),
             "num_warps": 4,
         }

@@ -98,7 +98,8 @@ class ViT:
         taps: list[Tensor] = []
         h, x = how(_begin)(self.model, self.net.blocks[0], x, views, self.keep)
         for (block, following), float8 in zip(pairwise(self.net.blocks), self.float8, strict=True):
-            h, x, tap = how(_block)(block, following, h, x, self.keep, float8, self.pool)
+            h, x = how(_attend)(block, h, x, self.keep)  # two calls: what only the first one takes is freed
+            h, x, tap = how(_feed)(block, following, h, x, self.keep, float8, self.pool)
             taps.append(tap)
         return h, x, taps
 
@@ -185,7 +186,17 @@ def _begin(model: Classifier, block: Any, x: Tensor, views: Views, keep: torch.d
     return h, x
 
 
-def _block(
+def _attend(block: Any, h: Tensor, x: Tensor, keep: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Return the tokens before a block's MLP, normed and as they are, from the block's normed tokens and tokens."""
+    attn = block.attn
+    n, length, _ = x.shape
+    q, k, v = _QKV.apply(h, attn.qkv.weight, attn.qkv.bias, attn.num_heads)
+    a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, length, -1)
+    h, x, _ = _norm(block.norm2, x, keep, tapped=False, added=block.ls1(attn.proj(a)))
+    return h, x
+
+
+def _feed(
     block: Any,
     following: Any,
     h: Tensor,
@@ -194,10 +205,16 @@ def _block(
     float8: Float8Weights | None,
     pool: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the following block's normed tokens, its tokens and its tap (N, d), from this block's normed tokens and
-    tokens."""
-    x, more = _through(block, h, x, keep, float8)
-    return _norm(following.norm1, x, keep, True, pool, more)
+    """Return the following block's normed tokens, its tokens and its tap (N, d), from what `_attend` gives.
+
+    What the MLP gives is added by the norm layer that follows, which saves a pass over memory.
+    """
+    return _norm(following.norm1, x, keep, True, pool, _mlp(block, h, float8))
+
+
+def _mlp(block: Any, h: Tensor, float8: Float8Weights | None = None, unseen: bool = False) -> Tensor:
+    """Return what a block's MLP adds to its tokens, from its normed tokens."""
+    return block.ls2(mlp(h, block.mlp.fc1, block.mlp.fc2, float8, unseen))
 
 
 def _whole(
@@ -214,19 +231,8 @@ def _whole(
         unseen: whether only the gradients are needed: then the values of the tokens are not computed to the end.
     """
     h, x, tap = _norm(block.norm1, x, keep, True, pool)
-    x, more = _through(block, h, x, keep, float8, unseen)
-    return x + more, tap
-
-
-def _through(
-    block: Any, h: Tensor, x: Tensor, keep: torch.dtype | None, float8: Float8Weights | None, unseen: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return two parts whose sum the following block's tokens are, from this block's normed tokens and tokens."""
-    attn = block.attn
-    n, length, _ = x.shape
-    q, k, v = _QKV.apply(h, attn.qkv.weight, attn.qkv.bias, attn.num_heads)
-    a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(n, length, -1)
-    return _mlp(block, x, block.ls1(attn.proj(a)), keep, float8, unseen)
+    h, x = _attend(block, h, x, keep)
+    return x + _mlp(block, h, float8, unseen), tap
 
 
 def _end(
@@ -238,7 +244,8 @@ def _end(
         h, _, tap = _norm(net.norm, x, keep, added=more)
         read = h[:, 0]
     else:
-        tap = _averaged(net, *_through(block, h, x, keep, None), keep, pool)
+        h, x = _attend(block, h, x, keep)
+        tap = _averaged(net, x, _mlp(block, h), keep, pool)
         read = tap.to(x.dtype)
     logits = net.head(read).float()
     return logits if classes is None else logits[:, classes], tap
@@ -268,23 +275,8 @@ def _class_token(block: Any, h: Tensor, x: Tensor, keep: torch.dtype | None) -> 
     kv = F.linear(h, weight[size:], None if bias is None else bias[size:])
     pairs = kv.view(n, length, 2, attn.num_heads, -1)
     a = attention_of_one(q.view(n, 1, attn.num_heads, -1), pairs).to(x.dtype).view(n, 1, -1)
-    return _mlp(block, x[:, :1], block.ls1(attn.proj(a)), keep)
-
-
-def _mlp(
-    block: Any,
-    x: Tensor,
-    more: Tensor,
-    keep: torch.dtype | None,
-    float8: Float8Weights | None = None,
-    unseen: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return two parts whose sum a block's tokens after its MLP are; those before it are the sum of x and `more`.
-
-    The norm layer that follows adds them, which saves a pass over memory.
-    """
-    h, x, _ = _norm(block.norm2, x, keep, tapped=False, added=more)
-    return x, block.ls2(mlp(h, block.mlp.fc1, block.mlp.fc2, float8, unseen))
+    h, x, _ = _norm(block.norm2, x[:, :1], keep, tapped=False, added=block.ls1(attn.proj(a)))
+    return x, _mlp(block, h)
 
 
 # --- what is kept for the backward pass
