@@ -20,7 +20,7 @@ from stream_images import NETWORKS, READERS, make
 from torch import Tensor
 
 import mgtta
-from mgtta.adaptation.turns import BATCHES, LEAST_BATCHES, Turns
+from mgtta.adaptation.turns import BATCHES, LEAST_BATCHES, change, mean_and_chance
 from mgtta.data.corruptions import VALIDATION_CORRUPTIONS, corrupt
 from mgtta.methods.mgtta_plus import RESNETS
 from mgtta.models.statistics import image_by_image
@@ -28,19 +28,6 @@ from mgtta.models.statistics import image_by_image
 KINDS = ("reset", "mixed", "labels", "classes", "few")
 MOST_BATCHES = 28  # of a stream
 SEVERITIES = (1, 2, 3, 4, 5)
-
-
-class Watched(Turns):
-    """Decides nothing, but keeps every change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.all: list[float] = []
-
-    def settle(self) -> None:
-        held = self._arriving.take()
-        if held is not None:
-            self.all.append(float(held[0]))
 
 
 def streams(kind: str, made: dict, args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
@@ -82,19 +69,22 @@ def few(made: dict, args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]
 @torch.no_grad()
 def measured(model: mgtta.Classifier, batches: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
     """Return top-1, and the lowest, middle and highest median change over the batches."""
-    turns = Watched()
+    found: list[float] = []
+    before = None
     right = 0
     images = 0
     for x, y in batches:
         logits = model(x)
-        turns.follow(logits)
-        turns.settle()
+        now = mean_and_chance(logits)
+        if before is not None:
+            found.append(float(change(now, before)))
+        before = now
         right += int((logits.argmax(1) == y).sum())
         images += len(y)
-    latest = [turns.all[max(0, k - BATCHES) : k] for k in range(LEAST_BATCHES, len(turns.all) + 1)]
+    latest = [found[max(0, k - BATCHES) : k] for k in range(LEAST_BATCHES, len(found) + 1)]
     medians = [statistics.median(part) for part in latest]
-    found = {"lowest": min(medians), "middle": statistics.median(medians), "highest": max(medians)}
-    return {"top1": 100 * right / images, **found}
+    spread = {"lowest": min(medians), "middle": statistics.median(medians), "highest": max(medians)}
+    return {"top1": 100 * right / images, **spread}
 
 
 def main() -> None:

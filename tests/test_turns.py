@@ -11,7 +11,7 @@ from torch import nn
 
 import mgtta
 from mgtta.adaptation.gathered import BY_IMAGE_RATE
-from mgtta.adaptation.turns import CHANGE, LEAST_BATCHES, Turns
+from mgtta.adaptation.turns import BY_BATCH, FIRST_BATCHES, LEAST_BATCHES, ONE_BY_ONE, PAIR_BATCHES, Turns
 from mgtta.adaptation.wrapper import innermost
 
 CLASSES = 4
@@ -30,7 +30,8 @@ def mixed(n, seed=0):
 def followed(*batches):
     turns = Turns()
     for seed, classes in enumerate(batches):
-        turns.follow(predictions(classes, seed=seed))
+        by_batch = predictions(classes, seed=seed)
+        turns.follow(*((None, by_batch) if turns.come else (by_batch, None)))
         turns.settle()
     return turns
 
@@ -44,7 +45,7 @@ def test_the_change_is_that_of_the_formula():
     turns = Turns()
     batches = [predictions(mixed(n, seed=n), seed=n) for n in (5, 9)]
     for batch in batches:
-        turns.follow(batch)
+        turns.follow(batch, None)
     turns.settle()
     means = []
     chances = []
@@ -55,7 +56,7 @@ def test_the_change_is_that_of_the_formula():
         means.append(mean)
         chances.append(apart / (len(rows) * (len(rows) - 1)))
     moved = sum((a - b) ** 2 for a, b in zip(*means, strict=True))
-    assert turns.changes == pytest.approx([moved / sum(chances)])
+    assert turns.changes == [pytest.approx([moved / sum(chances)]), []]
 
 
 def test_classes_in_turn_are_noticed_and_mixed_ones_are_not():
@@ -79,7 +80,32 @@ def test_classes_that_are_mixed_again_are_noticed():
     turns = followed(*in_turn(64, 20), *[mixed(64, seed=k) for k in range(9)])
     assert not turns.come
     assert [event["action"] for event in turns.events] == ["one by one", "by batch"]
-    assert turns.events[0]["change"] > CHANGE > turns.events[1]["change"]
+    assert turns.events[0]["change"] > BY_BATCH
+    assert turns.events[1]["change"] < ONE_BY_ONE
+
+
+def test_images_one_by_one_show_turns_that_a_batch_hides():
+    turns = Turns()
+    asked = 0
+    for seed, classes in enumerate(in_turn(64, 6)):
+        hidden = predictions(mixed(64, seed=seed), seed=seed)  # normalised by one class, they look like all
+        apart = predictions(classes, seed=seed) if turns.asks else None
+        asked += apart is not None
+        turns.follow(hidden, apart)
+        turns.settle()
+    assert turns.come
+    assert asked == FIRST_BATCHES
+
+
+def test_images_are_asked_about_at_the_start_and_then_in_pairs():
+    turns = Turns()
+    asked = []
+    for k in range(2 * PAIR_BATCHES + 2):
+        if turns.asks:
+            asked.append(k)
+        turns.follow(predictions(mixed(64, seed=k), seed=k), None)
+        turns.settle()
+    assert asked == [*range(FIRST_BATCHES), PAIR_BATCHES, PAIR_BATCHES + 1, 2 * PAIR_BATCHES, 2 * PAIR_BATCHES + 1]
 
 
 def test_a_prediction_that_is_not_finite_counts_as_unsure():
@@ -87,9 +113,9 @@ def test_a_prediction_that_is_not_finite_counts_as_unsure():
     for seed in range(12):
         logits = predictions(mixed(64, seed=seed), seed=seed)
         logits[0] = float("nan")
-        turns.follow(logits)
+        turns.follow(logits, None)
     turns.settle()
-    assert all(math.isfinite(change) for change in turns.changes)
+    assert all(math.isfinite(change) for change in turns.changes[0])
     assert not turns.come
 
 
@@ -98,16 +124,19 @@ def test_a_state_continues_where_it_was_taken():
     whole = followed(*batches)
     half = Turns.loaded(copy.deepcopy(followed(*batches[:4]).state()), CLASSES)
     for seed, classes in enumerate(batches[4:], 4):
-        half.follow(predictions(classes, seed=seed))
+        logits = predictions(classes, seed=seed)
+        half.follow(*((None, logits) if half.come else (logits, None)))
         half.settle()
-    for name, value in whole.state().items():
-        found = half.state()[name]
-        assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
+    found = half.state()
+    expected = whole.state()
+    for a, b in zip(found.pop("last"), expected.pop("last"), strict=True):
+        assert a is b is None or torch.equal(a, b)
+    assert found == expected
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"come": 1}, {"images": -1}, {"mean": torch.zeros(3)}, {"chance": torch.tensor(torch.nan)}, {"changes": [None]}],
+    [{"come": 1}, {"images": -1}, {"last": [torch.zeros(3), None]}, {"last": []}, {"changes": [[None], []]}],
 )
 def test_an_invalid_state_is_refused(wrong):
     with pytest.raises(ValueError, match="turns"):

@@ -110,14 +110,34 @@ class Gathered(Wrapper):
 
     def _step_at_once(self, x: Tensor) -> Pass:
         """Predict x and learn from it in one step."""
+        apart = self._asked(x)
         if self.one_by_one(len(x)):
             with self._by_image(), self._slower():
                 seen = self.method.step(x, collect=False)
         else:
             seen = self.method.step(x)
-        if self.turns is not None:
-            self.turns.follow(seen.logits)
+        self._follow_turns(seen, apart)
         return seen
+
+    def _asked(self, x: Tensor) -> Tensor | None:
+        """Return the logits of images that are predicted one by one only for `turns`; None if it does not ask."""
+        if self.turns is None or not self.turns.asks or self._poor(len(x)):
+            return None
+        with self._by_image():
+            return self.method.predict(x)
+
+    def _follow_turns(self, seen: Pass, apart: Tensor | None) -> None:
+        """Let `turns` know the predictions of a batch.
+
+        Args:
+            apart: what `_asked` gave.
+        """
+        if self.turns is None or self._poor(len(seen.logits)):
+            return
+        if self.turns.come:
+            self.turns.follow(None, seen.logits)
+        else:
+            self.turns.follow(seen.logits, apart)
 
     def _learn_together(self, expected: float) -> None:
         """Learn from all that is kept, unless the last batch was not finite and there are fewer images than expected.
@@ -170,6 +190,9 @@ class Gathered(Wrapper):
         """Compile for batches of x's shape, and for the batch in which so many of them are learned from."""
         batches = math.ceil(self.images / len(x))
         few = self._poor(len(x))
+        if self.turns is not None and not few:
+            with self._by_image():
+                self.method.warm_up(x, learn=False, observe=False, collect=False)
         if batches == 1 and not few:
             self.method.warm_up(x)
             return
@@ -224,11 +247,11 @@ class Gathered(Wrapper):
             self.turns.settle()
 
     def _predict(self, x: Tensor) -> Pass:
+        apart = self._asked(x)
         with self._normalising(len(x)):
             poor = self._poor(len(x)) or self.one_by_one(len(x))
             seen = self.method.step(x, learn=False, collect=not poor)
-        if self.turns is not None and not self._poor(len(x)):
-            self.turns.follow(seen.logits)
+        self._follow_turns(seen, apart)
         return seen
 
     def _alike(self) -> list[Tensor]:
