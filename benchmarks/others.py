@@ -4,7 +4,7 @@
 
 reads the records of `benchmarks/streams.py run --network resnet50` (and of efficientnet_lite0 and cifar10), and those
 of benchmarks/pacs.py, and writes others.md. A folder that is not given is left out. With --readme, the first table also
-goes between the marks `others:start` and `others:end` of README.md, without single images and EfficientNet-Lite0, and
+goes between the marks `others:start` and `others:end` of README.md, without ONLY_ON_THE_PAGE, and
 with the best methods only.
 """
 
@@ -46,7 +46,14 @@ def _streams(words: str, *kinds: str) -> dict[str, Callable[[Record], bool]]:
     return {f"{words}, {KINDS[kind]}": _stream(kind) for kind in kinds}
 
 
-KINDS = {"reset": "reset", "continual": "never reset", "mixed": "mixed", "one": "single images"}
+KINDS = {
+    "reset": "reset",
+    "continual": "never reset",
+    "mixed": "mixed",
+    "labels": "by class",
+    "classes": "all by class",
+    "one": "single images",
+}
 COLUMNS = {  # folder -> column -> its records
     "resnet50": _streams("ResNet-50", *KINDS),
     "cifar10": _streams("CIFAR-10-C", *KINDS),
@@ -59,7 +66,7 @@ COLUMNS = {  # folder -> column -> its records
     "efficientnet_lite0": _streams("EfficientNet-Lite0", *KINDS),
 }
 README_ROWS = 9  # besides NoAdapt's
-ONLY_ON_THE_PAGE = ("single images", "EfficientNet-Lite0")  # parts of titles of columns that README leaves out
+ONLY_ON_THE_PAGE = ("single images", "all by class", "EfficientNet-Lite0")  # parts of titles of columns that README leaves out
 
 
 def columns(folders: dict[str, Path | None]) -> Found:

@@ -8,7 +8,7 @@ If a batch has very few classes, predictions that were normalised by it show not
 are also predicted one by one.
 
 Notation    p_i (C,) probabilities of image i of a batch of n images; m (C,) their mean
-            e = sum_i |p_i - m|^2 / (n (n - 1)), the variance of m by chance
+            e = sum_i |p_i - m|^2 / (n (n - 1)), the variance of m by chance, and at least LEAST_CHANCE
             F = |m - m'|^2 / (e + e'), of a batch and the one before it: about 1 if both are drawn from the same classes
 """
 
@@ -28,6 +28,7 @@ BY_BATCH = 1.4  # F above which classes come in turn, of images that are normali
 ONE_BY_ONE = 2.0  # the same, of images that are normalised one by one: they show more of it
 FIRST_BATCHES = 4  # that are also predicted one by one
 PAIR_BATCHES = 32  # from one pair of batches that are to the next
+LEAST_CHANCE = 1e-4  # so that a model that predicts all images alike shows no change if it learns
 EVENTS = 1000  # that are kept, the first ones
 
 
@@ -73,7 +74,7 @@ class Turns:
         held = self._arriving.take()
         if held is None:
             return
-        values = iter(held[0].nan_to_num().tolist())  # 0 / 0: nothing changed
+        values = iter(held[0].tolist())
         for changes, known in zip(self.changes, held[1], strict=True):
             if known:
                 changes.append(next(values))
@@ -124,7 +125,7 @@ def mean_and_chance(logits: Tensor) -> Tensor:
     p = torch.where(p.isfinite().all(1, keepdim=True), p, 1 / p.shape[1])
     mean = p.mean(0)
     chance = (p - mean).square().sum() / (n * (n - 1))
-    return torch.cat([mean, chance[None]])
+    return torch.cat([mean, chance[None].clamp(min=LEAST_CHANCE)])
 
 
 def change(now: Tensor | None, before: Tensor | None) -> Tensor | None:
