@@ -66,7 +66,11 @@ COLUMNS = {  # folder -> column -> its records
     "efficientnet_lite0": _streams("EfficientNet-Lite0", *KINDS),
 }
 README_ROWS = 9  # besides NoAdapt's
-ONLY_ON_THE_PAGE = ("single images", "all by class", "EfficientNet-Lite0")  # parts of titles of columns that README leaves out
+ONLY_ON_THE_PAGE = (
+    "single images",
+    "all by class",
+    "EfficientNet-Lite0",
+)  # parts of titles of columns that README leaves out
 
 
 def columns(folders: dict[str, Path | None]) -> Found:

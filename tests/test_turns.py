@@ -108,6 +108,14 @@ def test_images_are_asked_about_at_the_start_and_then_in_pairs():
     assert asked == [*range(FIRST_BATCHES), PAIR_BATCHES, PAIR_BATCHES + 1, 2 * PAIR_BATCHES, 2 * PAIR_BATCHES + 1]
 
 
+def test_a_model_that_predicts_all_images_alike_may_learn():
+    turns = Turns()
+    for k in range(12):
+        turns.follow(torch.tensor([[1.0 + 0.01 * k, 0.0, 0.0, 0.0]]).expand(64, -1), None)
+        turns.settle()
+    assert not turns.come
+
+
 def test_a_prediction_that_is_not_finite_counts_as_unsure():
     turns = Turns()
     for seed in range(12):

@@ -54,8 +54,8 @@ class MGTTAPlus(QuickAnswer):
     balance: no class that is predicted has more than its share in the entropy.
     class_mix: more of a class than usual does not count as a shift. Needs statistics by class, which older files lack.
     source_share, own_share: what the source's and each image's own statistics count in BatchNorm layers; the batch's
-    have the rest. With a source_share, images that come fewer than 16 at a time, with `gather`, are normalised one by
-    one, by the source's statistics and 0.07 of their own, and learned from at 0.3 times the rate.
+    have the rest. With a source_share and `gather`, images that come fewer than 16 at a time or class by class are
+    normalised one by one, by the source's statistics and 0.07 of their own, and learned from at 0.3 times the rate.
     decay: the learning rate of step t is lr / sqrt(1 + t / decay); by default it does not fall.
     """
 
