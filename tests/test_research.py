@@ -115,6 +115,7 @@ def test_the_logs_tables_are_of_the_results_that_are_kept():
         ("trials", "batchnorm", "| ResNet-50, mgtta+, lr 0.01, share 0.3, calm 16 |"),
         ("own_share", "own_share", "| ResNet-56, mgtta+, 0.8, 0.1, 0.1 |"),
         ("class_mix", "class_mix", "| ResNet-56, 872 training images: with class_mix |"),
+        ("tried", ".", "| validation, plus_adam, 0.6 and 0.99 |"),
     ],
 )
 def test_the_tables_of_trials_are_of_the_results_that_are_kept(program, folder, row):

@@ -103,9 +103,8 @@ def sentences(monitor: Monitor, signals: Signals | None) -> list[str]:
         found.append(f"The domain shifted {_times(signals.shifts)}.")
     if signals.alarms:
         last = signals.events[-1] if signals.events else monitor.seen.events[-1]
-        found.append(
-            f"Guard, recall or normalisation changed what the method does {_times(signals.alarms)}; the last: {last.get('action')}."
-        )
+        times = _times(signals.alarms)
+        found.append(f"Guard, recall or normalisation changed {times}; the last change: {last.get('action')}.")
     if signals.gain is not None and monitor.calibration is not None:
         found.append(
             f"Estimated accuracy: {signals.source_accuracy:.0f} % without adaptation, {signals.accuracy:.0f} % with it."
