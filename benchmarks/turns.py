@@ -4,8 +4,8 @@
 
 Forward passes on validation streams, without learning; the network normalises by batch, as mgtta+ does there, or image
 by image (models/blended.py). One line for each kind of stream and way goes to OUT/changes.jsonl: the lowest, middle and
-highest of what adaptation/turns.py decides by, and top-1. `few` has four corruptions at five severities of an image in
-a row. `benchmarks/trials.py` makes the table of docs/research.md.
+highest of what adaptation/turns.py decides by, as F, and top-1. `few` has four corruptions at five severities of an image in
+a row. `benchmarks/tried.py` makes the table of docs/research.md.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def measured(model: mgtta.Classifier, batches: list[tuple[Tensor, Tensor]]) -> d
         logits = model(x)
         now = mean_and_chance(logits)
         if before is not None:
-            found.append(float(change(now, before)))
+            found.append(float(change(now, before, limit=1.0, deviations=0.0)))
         before = now
         right += int((logits.argmax(1) == y).sum())
         images += len(y)

@@ -2,7 +2,7 @@
 
 import pytest
 from baselines import NAMES, create, nets, rate
-from conftest import vit
+from conftest import images, vit
 
 import mgtta
 from mgtta.methods.registry import recipes
@@ -65,3 +65,16 @@ def test_a_set_of_settings_by_name_or_beside_it():
 @pytest.mark.parametrize("name", [*NAMES, "tent", "lame", "t3a", "foa", "mgtta"])
 def test_baselines_say_whose_code_they_follow(name):
     assert recipes()[name].code.startswith("github.com/")
+
+
+@pytest.mark.parametrize("name", ["eq7_adam", "mgtta"])
+def test_betas_reach_the_optimizer(name):
+    model = mgtta.load_model(vit())
+    source = mgtta.source_statistics(model, images(16))
+    method = mgtta.create(name, model, source=source, betas=(0.6, 0.98))
+    assert method.optimizer.param_groups[0]["betas"] == (0.6, 0.98)
+    for wrong in (0.8, (0.8,), (0.8, 1.0)):
+        with pytest.raises(ValueError, match="betas must be two numbers"):
+            mgtta.create(name, model, source=source, betas=wrong)
+    with pytest.raises(TypeError, match="betas"):
+        mgtta.create("eq7_sgd", model, source=source, betas=(0.6, 0.98))

@@ -85,10 +85,17 @@ class Gathered(Wrapper):
     @torch.inference_mode(False)
     def step(self, x: Tensor, learn: bool = True) -> Pass:
         """Predict x; keep it, and learn from all that is kept if that is enough."""
-        if self.paused or self.spent:
+        if self.paused:
             return Pass(self.predict(x))
         self.model.check(x)
         self._look_at_turns()
+        if self.turns is not None:
+            self.turns.images += len(x)
+        if self.spent:
+            apart = self._asked(x)
+            seen = Pass(self.predict(x))
+            self._follow_turns(seen, apart)
+            return seen
         if not learn:
             return self._predict(x)
         ranks = self.ranks
@@ -154,7 +161,7 @@ class Gathered(Wrapper):
         together = torch.cat([x.to(alike[0].device) for x in alike])
         tried = self._kept
         total = self._total
-        self.begin()
+        self.forget()
         if not waits:
             self._tried = tried
             self._total = total
@@ -233,10 +240,14 @@ class Gathered(Wrapper):
         self._kept += kept
 
     def begin(self) -> None:
+        self.forget()
+        self.turns = Turns() if self._blends else None
+
+    def forget(self) -> None:
+        """Forget the images that wait."""
         self._kept = []
         self._tried = []
         self._total = Arriving()
-        self.turns = Turns() if self._blends else None
 
     def one_by_one(self, n: int) -> bool:
         """Return whether a batch of n images is normalised image by image, as things stood when the last one came."""

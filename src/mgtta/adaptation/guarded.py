@@ -167,6 +167,7 @@ class Guarded(Wrapper):
         if not all_images:
             which = self.reference.sample(len(x), watch.images)
         which = which.to(seen.logits.device)
+        whole = self.reference.by_batch(len(x))  # before the verdict, which may load another state
         asked, steady = self.reference.ask(x, which)
         watch.take(*what_is_lost(asked, seen.logits[which]), self.guard.window)
         watch.compare(steady)
@@ -177,12 +178,16 @@ class Guarded(Wrapper):
         else:
             self._judge()
         if by_source:
-            return Pass(self._of_source(x, asked), seen.features)
+            return Pass(self._of_source(x, asked, whole), seen.features)
         return Pass(self._of_both(seen.logits, which, asked), seen.features)
 
-    def _of_source(self, x: Tensor, asked: Tensor) -> Tensor:
-        """Return the source's logits of x, given those that were asked for."""
-        if len(asked) == len(x) and not self.reference.by_batch(len(x)):
+    def _of_source(self, x: Tensor, asked: Tensor, whole: bool) -> Tensor:
+        """Return the source's logits of x, given those that were asked for.
+
+        Args:
+            whole: these were normalised by the whole batch, which is not how the source predicts by itself.
+        """
+        if len(asked) == len(x) and not whole:
             return asked
         return self.reference(x)
 

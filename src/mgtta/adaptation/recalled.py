@@ -116,7 +116,7 @@ class Recalled(Wrapper):
 
     @property
     def events(self) -> Events:
-        return [*self.method.events, *self.domains.events]
+        return sorted([*self.method.events, *self.domains.events], key=lambda event: event["image"])
 
     @torch.inference_mode(False)
     def step(self, x: Tensor, learn: bool = True) -> Pass:
@@ -320,7 +320,7 @@ class Recalled(Wrapper):
         load(method, {**state, "optimizer": optimizer, "counters": now["counters"]})
         inside = self.method
         while isinstance(inside, Wrapper):
-            inside.begin()
+            inside.forget()
             inside = inside.method
 
     # --- what is saved

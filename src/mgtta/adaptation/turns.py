@@ -8,8 +8,10 @@ If a batch has very few classes, predictions that were normalised by it show not
 are also predicted one by one.
 
 Notation    p_i (C,) probabilities of image i of a batch of n images; m (C,) their mean
-            e = sum_i |p_i - m|^2 / (n (n - 1)), the variance of m by chance, and at least LEAST_CHANCE
-            F = |m - m'|^2 / (e + e'), of a batch and the one before it: about 1 if both are drawn from the same classes
+            e (C,) = sum_i (p_i - m)^2 / (n (n - 1)), the variance of m by chance
+            F = |m - m'|^2 / sum(e + e'), of a batch and the one before it: about 1 if both have the same classes
+            k = sum(e + e')^2 / sum((e + e')^2): as many classes count, and F deviates by sqrt(2 / k) by chance
+            change = F / L, where L is a limit for F, and at least 1 + DEVIATIONS sqrt(2 / k)
 """
 
 import copy
@@ -22,13 +24,16 @@ from torch import Tensor
 
 from mgtta.adaptation.shift import Arriving, is_count
 
-BATCHES = 8  # whose median F decides: a median does not see single changes
-LEAST_BATCHES = 3  # of F that must be known
-BY_BATCH = 1.4  # F above which classes come in turn, of images that are normalised by the batch
+BATCHES = 8  # whose median change decides: a median does not see single ones
+LEAST_BATCHES = 3  # of which the change must be known
+BY_BATCH = 1.4  # limit for F, of images that are normalised by the batch
 ONE_BY_ONE = 2.0  # the same, of images that are normalised one by one: they show more of it
-FIRST_BATCHES = 4  # that are also predicted one by one
-PAIR_BATCHES = 32  # from one pair of batches that are to the next
-LEAST_CHANCE = 1e-4  # so that a model that predicts all images alike shows no change if it learns
+DEVIATIONS = 3.0  # by chance, which are no change
+BACK = 0.6  # change below which classes are mixed again
+BACK_BATCHES = 32  # whose median decides that: where little is predicted rightly, turns are hard to see
+ASKED_BATCHES = 4  # in a row that are also predicted one by one
+ASKED_EVERY = 64  # batches
+LEAST_CHANCE = 1e-4  # of sum(e), so that a model that predicts all images alike shows no change if it learns
 EVENTS = 1000  # that are kept, the first ones
 
 
@@ -37,16 +42,17 @@ class Turns:
 
     Attributes:
         come: the answer when `settle` was last called. A GPU is read there, and not when a batch is followed.
-        batches, images: that were followed.
-        last: m and, behind it, e of the last batch, normalised by the batch and one by one (C + 1,); None: not known.
-        changes: the latest F of both kinds, since the answer changed.
+        images: of the stream so far.
+        batches: that were followed since the answer changed.
+        last: m and e of the last batch, normalised by the batch and one by one (2, C); None: not known.
+        changes: the latest ones of both kinds, since the answer changed.
         events: how the answer changed: dicts of plain values.
     """
 
     def __init__(self) -> None:
         self.come = False
-        self.batches = 0
         self.images = 0
+        self.batches = 0
         self.last: list[Tensor | None] = [None, None]
         self.changes: list[list[float]] = [[], []]
         self.events: list[dict[str, Any]] = []
@@ -55,16 +61,16 @@ class Turns:
     @property
     def asks(self) -> bool:
         """True if the next batch should also be predicted one by one."""
-        return not self.come and (self.batches < FIRST_BATCHES or self.batches % PAIR_BATCHES < 2)
+        return not self.come and self.batches % ASKED_EVERY < ASKED_BATCHES
 
     @torch.no_grad()
     def follow(self, by_batch: Tensor | None, one_by_one: Tensor | None) -> None:
         """Take in the predictions of a batch of more than one image (n, C); None: it was not predicted so."""
         seen = [None if logits is None else mean_and_chance(logits) for logits in (by_batch, one_by_one)]
-        found = [change(now, before) for now, before in zip(seen, self.last, strict=True)]
+        limits = (BY_BATCH, ONE_BY_ONE)
+        found = [change(now, last, limit) for now, last, limit in zip(seen, self.last, limits, strict=True)]
         self.last = seen
         self.batches += 1
-        self.images += max(len(logits) for logits in (by_batch, one_by_one) if logits is not None)
         known = [value for value in found if value is not None]
         if known:
             self._arriving.send(torch.stack(known), [value is not None for value in found])
@@ -75,30 +81,32 @@ class Turns:
         if held is None:
             return
         values = iter(held[0].tolist())
+        most = BACK_BATCHES if self.come else BATCHES
         for changes, known in zip(self.changes, held[1], strict=True):
             if known:
                 changes.append(next(values))
-                del changes[:-BATCHES]
-        by_batch, one_by_one = (_median(changes) for changes in self.changes)
-        if by_batch is None and one_by_one is None:
+                del changes[:-most]
+        least = BACK_BATCHES if self.come else LEAST_BATCHES
+        medians = [statistics.median(changes) for changes in self.changes if len(changes) >= least]
+        if not medians:
             return
-        come = (by_batch or 0.0) > BY_BATCH or (one_by_one or 0.0) > ONE_BY_ONE
+        largest = max(medians)
+        come = largest > (BACK if self.come else 1.0)
         if come == self.come:
             return
         if len(self.events) < EVENTS:
             action = "one by one" if come else "by batch"
-            largest = max(by_batch or 0.0, one_by_one or 0.0)
             self.events.append({"image": self.images, "action": action, "change": largest})
         self.come = come
+        self.batches = 0
         self.changes = [[], []]
 
     def state(self) -> dict[str, Any]:
         """Return what is known, as plain values and tensors on the CPU."""
         self.settle()
         known = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return {
-            name: value.cpu() if isinstance(value, Tensor) else value for name, value in copy.deepcopy(known).items()
-        }
+        last = [None if each is None else each.cpu() for each in self.last]
+        return copy.deepcopy({**known, "last": last})
 
     @classmethod
     def loaded(cls, state: Any, classes: int) -> "Turns":
@@ -119,33 +127,37 @@ class Turns:
 
 
 def mean_and_chance(logits: Tensor) -> Tensor:
-    """Return m and, behind it, e, of logits (n, C): (C + 1,)."""
+    """Return m and e of logits (n, C): (2, C)."""
     n = len(logits)
     p = logits.float().softmax(1)
     p = torch.where(p.isfinite().all(1, keepdim=True), p, 1 / p.shape[1])
     mean = p.mean(0)
-    chance = (p - mean).square().sum() / (n * (n - 1))
-    return torch.cat([mean, chance[None].clamp(min=LEAST_CHANCE)])
+    chance = (p - mean).square().sum(0) / (n * (n - 1))
+    return torch.stack([mean, chance])
 
 
-def change(now: Tensor | None, before: Tensor | None) -> Tensor | None:
-    """Return F; None if one of both batches is not known."""
+def change(now: Tensor | None, before: Tensor | None, limit: float, deviations: float = DEVIATIONS) -> Tensor | None:
+    """Return F in units of its limit; None if one of both batches is not known.
+
+    Args:
+        limit: the least that it may be.
+        deviations: by chance, which are no change.
+    """
     if now is None or before is None:
         return None
     before = before.to(now)
-    return (now - before)[:-1].square().sum() / (now[-1] + before[-1])
-
-
-def _median(changes: list[float]) -> float | None:
-    """Return the median; None if there are too few."""
-    return statistics.median(changes) if len(changes) >= LEAST_BATCHES else None
+    moved = (now[0] - before[0]).square().sum()
+    chance = now[1] + before[1]  # (C,)
+    total = chance.sum().clamp(min=2 * LEAST_CHANCE)
+    deviation = (2 * chance.square().sum()).sqrt() / total  # of F by chance: sqrt(2 / k)
+    return moved / total / (1 + deviations * deviation).clamp(min=limit)
 
 
 def _is_mean(classes: int) -> Callable[[Any], bool]:
     """Return what tells whether a value may stand in `last`."""
 
     def fits(value: Any) -> bool:
-        shaped = isinstance(value, Tensor) and value.shape == (classes + 1,) and bool(value.isfinite().all())
+        shaped = isinstance(value, Tensor) and value.shape == (2, classes) and bool(value.isfinite().all())
         return value is None or shaped
 
     return fits

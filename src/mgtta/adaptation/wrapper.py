@@ -53,6 +53,10 @@ class Wrapper(Saved):
     def begin(self) -> None:
         """Forget the wrapper's own state."""
 
+    def forget(self) -> None:
+        """Forget what belongs to the domain that has ended: all, unless a wrapper says otherwise."""
+        self.begin()
+
     # --- what is passed on
 
     def forward(self, x: Tensor) -> Tensor:

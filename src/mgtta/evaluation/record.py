@@ -39,7 +39,7 @@ class Record:
     sizes: list[int] = field(default_factory=list)  # of each batch
     curve: list[int] = field(default_factory=list)  # correct predictions in each batch
     bins: list[list[float]] = field(default_factory=empty_bins)  # see metrics.reliability
-    events: list[dict[str, Any]] = field(default_factory=list)  # what a guard did, see mgtta.adaptation.guarded
+    events: list[dict[str, Any]] = field(default_factory=list)  # what a guard, recall or the normalisation did
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -57,7 +57,7 @@ class Descent:
             return partial(SGD, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
         own: dict[str, Any] = {}
         if self.betas is not None:
-            own["betas"] = tuple(self.betas)
+            own["betas"] = _two_shares(self.betas)
         if self.optimizer == "adam":
             return partial(Adam, lr=self.lr, **own)
         if self.optimizer == "mgg":
@@ -66,6 +66,13 @@ class Descent:
                 generator = load_generator(generator)
             return partial(MGG, generator=generator, lr=self.lr, **own)
         raise unknown("optimizer", self.optimizer, OPTIMIZERS)
+
+
+def _two_shares(betas: Any) -> tuple[float, float]:
+    """Return betas as optimizers take them; a ValueError says what is invalid."""
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers from 0 to below 1, such as (0.9, 0.99), not {betas!r}")
+    return betas[0], betas[1]
 
 
 def linear_rate(lr: float, images: int) -> float:

@@ -42,7 +42,7 @@ class StreamResult:
         out: the file of predictions.
         totals: images, labelled images, correct predictions, updates, skipped batches.
         unreadable: (name, reason) of each image that could not be read.
-        events: what a guard did.
+        events: what a guard, recall or the normalisation did.
         speed: images a second, of the run since it last started.
     """
 
