@@ -4,8 +4,8 @@
 
 reads the records of `benchmarks/streams.py run --network resnet50` (and of efficientnet_lite0 and cifar10), and those
 of benchmarks/pacs.py, and writes others.md. A folder that is not given is left out. With --readme, the first table also
-goes between the marks `others:start` and `others:end` of README.md, without single images, `all by class` and EfficientNet-Lite0, and
-with the best methods only.
+goes between the marks `others:start` and `others:end` of README.md, without single images, `all by class` and
+EfficientNet-Lite0, and with the best methods only.
 """
 
 import argparse

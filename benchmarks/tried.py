@@ -37,7 +37,7 @@ def turns(records: list[Record]) -> str:
     found: Cells = {}
     for record in records:
         if record["split"] == "validation" and not record["settings"]:
-            row = f"{NETWORKS[record['network']].words}, {record['way']}"
+            row = f"{NETWORKS[record['network']].words}, {record.get('way', 'by the present rule')}"
             found.setdefault(row, {}).setdefault(record["kind"], []).append(record["top1"])
     return _table(dict(sorted(found.items())), TURN_KINDS)
 

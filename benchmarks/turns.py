@@ -4,8 +4,8 @@
 
 Forward passes on validation streams, without learning; the network normalises by batch, as mgtta+ does there, or image
 by image (models/blended.py). One line for each kind of stream and way goes to OUT/changes.jsonl: the lowest, middle and
-highest of what adaptation/turns.py decides by, as F, and top-1. `few` has four corruptions at five severities of an image in
-a row. `benchmarks/tried.py` makes the table of docs/research.md.
+highest of what adaptation/turns.py decides by, as F, and top-1. `few` has four corruptions at five severities of an
+image in a row. `benchmarks/tried.py` makes the table of docs/research.md.
 """
 
 import argparse

