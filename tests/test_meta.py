@@ -287,33 +287,42 @@ def test_meta_train_rejects_invalid_arguments(model, source):
 # --- the regime of deployment: pull, mirrored views, episodes of streams
 
 
-def test_meta_train_without_the_new_options_is_as_before(model, source):
-    """Norms of the weights as version 0.1 trained them, and its protocol, which old checkpoints must have."""
-    trained = mgtta.meta_train(model, source, shifted(0, 8), steps=10, lr=3e-3, seed=3, progress=False)
+def test_meta_train_without_the_new_options_is_as_before():
+    """Norms of the weights as the code of 0.1 trains them, and its protocol, which old checkpoints must have.
+
+    In float64: Adam's first steps divide small gradients by themselves, so in float32 every kind of CPU ends elsewhere.
+    """
+    model = mgtta.load_model(vit()).double()
+    source = mgtta.source_statistics(model, images(32, seed=99).double())
+
+    def train(**options):
+        x = shifted(0, 8).double()
+        return mgtta.meta_train(model, source, x, steps=10, lr=3e-3, seed=3, progress=False, **options)
+
+    trained = train()
     norms = [p.detach().norm().item() for p in trained.parameters()]
-    assert norms == pytest.approx(NORMS_OF_0_1, rel=1e-4)
-    assert trained.about["scores"] == pytest.approx([-2.3012497, -2.3012450, -2.3012438], rel=1e-6)
+    assert norms == pytest.approx(NORMS_OF_0_1, rel=1e-6)
+    assert trained.about["scores"] == pytest.approx([-2.3012497197, -2.3012448606, -2.3012437329], rel=1e-8)
     assert trained.about["training"].keys().isdisjoint({"pull", "mirror", "episodes", "episode_steps"})
-    explicit = {"pull": 0.0, "mirror": False, "episodes": "passes"}
-    again = mgtta.meta_train(model, source, shifted(0, 8), steps=10, lr=3e-3, seed=3, progress=False, **explicit)
+    again = train(pull=0.0, mirror=False, episodes="passes")
     assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), again.parameters(), strict=True))
     assert trained.about == again.about
 
 
 NORMS_OF_0_1 = [
-    1.8315287,
-    0.23782079,
-    0.054798115,
-    0.024835767,
-    0.059082117,
-    0.060042288,
-    1.9397498,
-    1.6370997,
-    2.8158426,
-    0.059697948,
-    2.8918748,
-    0.093391806,
-    0.83396059,
+    1.83148755,
+    0.2378181082,
+    0.05440669777,
+    0.01749297475,
+    0.06025600347,
+    0.06125396293,
+    1.939026837,
+    1.637051997,
+    2.815762118,
+    0.05499024832,
+    2.891847405,
+    0.08813801076,
+    0.8337725287,
 ]
 
 
