@@ -1,8 +1,8 @@
 """Do the classes of a stream come in turn? Then the mean prediction changes from batch to batch by more than chance.
 
 It matters to networks with BatchNorm: a batch of few classes has statistics that tell these classes from the others,
-and whoever normalises by them takes that away. A model that predicts few classes for every batch, as many do under a
-shift, shows no change; a new kind of shift shows one, once.
+and normalising by them takes that away. A model that predicts few classes for every batch, as many do under a shift,
+shows no change; a new kind of shift shows one, once.
 
 If a batch has very few classes, predictions that were normalised by it show nothing any more. So now and then the
 source model also predicts its images one by one, and always where classes come in turn.
