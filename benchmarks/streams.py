@@ -39,6 +39,7 @@ from torch import Tensor
 
 import mgtta
 from mgtta._lib.files import atomic
+from mgtta.adaptation.wrapper import Adapting
 from mgtta.data.streams import GRADUAL
 from mgtta.evaluation.metrics import expected_calibration_error, reliability
 from mgtta.fast import engine
@@ -143,8 +144,10 @@ class Bench:
         needs = {key: value for key, value in self.needs.items() if key in recipe(name).settings}
         method = mgtta.create(name, self.model, precision=self.precision, **needs, **settings)
         records = []
+        turns = 0
         for domain, batches in self.visits(kind, seed):
             if kind == "reset":
+                turns += changes_of_turns(method)  # it forgets them
                 method.reset()
             logits = []
             for rows in batches:
@@ -154,8 +157,13 @@ class Bench:
             records.append({"domain": domain, **scores(torch.cat(logits).float().cpu(), y)})
         own = {"experiment": "streams", "method": name, "kind": kind, "seed": seed, "settings": settings}
         more = {"without": [], "split": self.split, "device": self.device, "precision": method.precision}
-        more["turns"] = sum(event["action"] in ("one by one", "by batch") for event in method.events)
+        more["turns"] = turns + changes_of_turns(method)
         return [{**own, **record, **more, "part": part} for part, record in enumerate(records)]
+
+
+def changes_of_turns(method: Adapting) -> int:
+    """Return how often a method began, or ceased, to normalise images one by one since its last reset."""
+    return sum(event["action"] in ("one by one", "by batch") for event in method.events)
 
 
 def scores(logits: Tensor, y: Tensor) -> dict[str, Any]:

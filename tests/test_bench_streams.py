@@ -238,6 +238,43 @@ def test_clean_streams_need_clean_images(tmp_path):
         lab._domains(cell, str(tmp_path / "c"))
 
 
+# --- benchmarks/streams.py
+
+
+@pytest.mark.parametrize(("kind", "turns"), [("reset", 4), ("continual", 1)])
+def test_records_count_the_turns_of_all_domains(kind, turns, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+    import streams as benchmark
+
+    class Turning:
+        """Says that classes come in turn at its first batch."""
+
+        precision = "fp32"
+
+        def __init__(self):
+            self.reset()
+
+        def reset(self):
+            self.events = []
+
+        def __call__(self, x):
+            if not self.events:
+                self.events = [{"image": 0, "action": "one by one"}, {"image": 1, "action": "shift"}]
+            return torch.zeros(len(x), 3)
+
+    bench = benchmark.Bench.__new__(benchmark.Bench)
+    bench.names = ["a", "b", "c", "d"]
+    bench.sets = {name: (4 * k, 4) for k, name in enumerate(bench.names)}
+    bench.labels = torch.arange(4) % 3
+    bench.images = torch.zeros(16, 3, 2, 2)
+    bench.batch = 2
+    bench.needs = {}
+    bench.model, bench.precision, bench.split, bench.device = None, "fp32", "test", "cpu"
+    monkeypatch.setattr(mgtta, "create", lambda *_, **__: Turning())
+    records = bench.run("tent", kind, 0, {})
+    assert [record["turns"] for record in records] == [turns] * 4
+
+
 # --- benchmarks/stream_search.py
 
 

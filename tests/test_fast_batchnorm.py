@@ -56,6 +56,28 @@ def test_other_blocks_stay_as_they_are():
     assert fused(method) == 1
 
 
+@pytest.mark.parametrize("network", NETWORKS)
+def test_hooks_of_the_user_see_what_a_norm_layer_gives(network):
+    """Not what comes of it after shortcut and ReLU; and the network gives what it gave without fusing."""
+    torch.manual_seed(0)
+    net = NETWORKS[network]()
+    hooked = [name for name, module in net.named_modules() if name == "bn1" or name.endswith("0.bn1")]
+    plain, method = (make("tent", copy.deepcopy(net), lr=1e-3) for _ in range(2))
+    seen = {}
+    for key, one in (("plain", plain), ("fused", method)):
+        for name in hooked:
+            layer = one.model.net.get_submodule(name)
+            layer.register_forward_hook(lambda _, __, y, key=(key, name): seen.update({key: y.detach()}) or 2 * y)
+    with mock.patch.object(bf16, "fuse_residual_blocks"):
+        expected = plain(images(8))
+    torch.testing.assert_close(method(images(8)), expected)
+    for name in hooked:
+        torch.testing.assert_close(seen["fused", name], seen["plain", name])
+        assert (seen["fused", name] < 0).any()
+    blocks = [name for name, module in net.named_modules() if isinstance(module, BLOCKS)]
+    assert fused(method) == len(blocks) - len(hooked) + 1
+
+
 def test_kernels_are_for_a_gpu():
     assert not has_batch_norm_kernels(torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last))
 

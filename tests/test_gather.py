@@ -57,6 +57,14 @@ def test_gather_predicts_every_image_as_the_method_stands():
         assert torch.equal(method(x), expected)
 
 
+def test_a_state_counts_a_last_batch_that_was_not_finite():
+    method = tent()
+    method(with_nan(images(2)))
+    state = method.state_dict()
+    assert state["method"]["counters"]["skipped"] == 1
+    assert not state["gather"]["kept"]
+
+
 def test_a_batch_that_is_large_enough_is_learned_from_in_one_pass():
     method = tent()
     plain = tent(gather=None)

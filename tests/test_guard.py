@@ -320,6 +320,14 @@ def test_batch_norm_is_compared_with_what_normalises_alike():
 # --- the estimate
 
 
+def test_the_source_model_shares_the_weights_that_the_fast_path_keeps_unrounded():
+    held = make("mgtta_plus", mgtta.load_model(convnet("batch")), guard=True, precision="bf16")
+    kept = held.model.full_precision
+    assert kept
+    assert held.reference.source.full_precision is kept
+    assert held.reference.unlearned.full_precision is kept
+
+
 def test_what_is_lost_by_the_source_s_own_judgement():
     asked = torch.tensor([[3.0, 0.0, 0.0], [0.0, 2.0, 0.0], [1.0, 0.0, 0.0]])
     logits = torch.tensor([[0.0, 5.0, 0.0], [0.0, 1.0, 0.0], [float("nan"), 0.0, 0.0]])

@@ -11,6 +11,7 @@ from torch import nn
 import mgtta
 from mgtta._lib.files import read_tree, write_tree
 from mgtta.adaptation.recalled import LOOK_IMAGES, SIDE_PIXELS, Recalled, first_frozen_layer, summaries
+from mgtta.adaptation.shift import Arriving
 from mgtta.adaptation.wrapper import innermost
 from mgtta.data.corruptions import CORRUPTIONS
 from mgtta.data.glyphs import Glyphs
@@ -287,13 +288,26 @@ def test_wrappers_inside_begin_again_when_a_state_is_loaded():
     assert method.method.schedule.learned == 0
 
 
+def test_a_guard_that_goes_back_keeps_images_and_events():
+    method = tent(guard=LENIENT)
+    early = method.method.snapshot()
+    run(method, day, dark, batches=4)
+    assert actions(method) == ["shift"]
+    for state in (early, None):
+        method._restore(state)
+        assert actions(method) == ["shift"]
+        assert method.method.log.images == 8 * BATCH
+    method.reset()
+    assert method.method.log.images == 0
+
+
 def test_recall_is_paused_with_the_method():
     method = tent()
     run(method, day)
     with method.frozen():
         run(method, dark)
     assert actions(method) == []
-    assert method.domains.images == 5 * BATCH
+    assert method.log.images == 5 * BATCH
 
 
 def test_recall_over_ranks_is_refused(model):
@@ -382,7 +396,7 @@ class Watching:
     def __call__(self, x, size=64):
         """Return the numbers of the batches that ended a domain, counted from the first that is given now."""
         before = len(self.method.events)
-        began = self.method.domains.images
+        began = self.method.log.images
         for batch in x.split(size):
             self.method.step(batch)
         return [(event["image"] - began) // size for event in self.method.events[before:]]
@@ -416,6 +430,30 @@ def test_a_mixed_stream_has_no_shifts(watching, characters, size):
     mixed = torch.cat(list(characters.values()))
     mixed = mixed[torch.randperm(len(mixed), generator=torch.Generator().manual_seed(0))]
     assert watching(mixed, size) == []
+
+
+class LikeOnAGpu(torch.Tensor):
+    """A tensor on the CPU that says otherwise."""
+
+    is_cuda = property(lambda _: True)
+
+
+def test_held_images_of_another_kind_are_judged_before_the_next_step(monkeypatch):
+    """A state that is loaded after the step would undo it."""
+    send = Arriving.send
+    monkeypatch.setattr(Arriving, "send", lambda self, t, told: send(self, t.as_subclass(torch.Tensor), told))
+    method = tent(gather=16)
+    held = []
+    step = method.method.step
+
+    def watched(x, learn):
+        held.append(sum(map(len, method._held)))
+        return step(x.as_subclass(torch.Tensor), learn)
+
+    method.method.step = watched
+    for x in (images(4), images(4), images(4).double(), images(4).double()):
+        method(x.as_subclass(LikeOnAGpu))
+    assert held == [0, 4, 0, 4]
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ turn (turns.py), no batch has statistics to normalise by, however large: its ima
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -28,12 +28,11 @@ from mgtta._lib.names import spelled
 from mgtta.adaptation.method import Events, Method
 from mgtta.adaptation.shift import Arriving
 from mgtta.adaptation.step import Pass, scaled_rates
-from mgtta.adaptation.turns import Turns
-from mgtta.adaptation.wrapper import Wrapper, source_model
+from mgtta.adaptation.turns import FEW_IMAGES, Turns
+from mgtta.adaptation.wrapper import Log, Wrapper, unlearned_model
 from mgtta.models.classifier import Classifier
 from mgtta.models.statistics import StreamStatistics, image_by_image, running_statistics
 
-FEW_IMAGES = 16  # under which the own statistics of a batch are too poor to normalise by
 PRIOR_IMAGES = 16  # for which the source's statistics count among those of the stream
 BY_IMAGE_RATE = 0.3  # of the learning rate, where images are normalised one by one
 
@@ -48,6 +47,8 @@ class Gathered(Wrapper):
         images: the number of images; with ranks, on all of them together.
         kept: the images that wait, batch by batch, as they came. Whether those of the last batch do is known before the
             next one: a GPU is not waited for.
+        unlearned: the source model, normalising as the method does; None if the network blends no statistics. It is
+            not a part of the state.
         turns: whether classes come in turn; None if the network blends no statistics, for which it makes no difference.
     """
 
@@ -56,6 +57,7 @@ class Gathered(Wrapper):
     _kept: list[Tensor]
     _tried: list[Tensor]  # learned from before it was known whether the last of them was finite
     _total: Arriving  # sum of the absolute logits of the last batch
+    unlearned: Classifier | None
     turns: Turns | None
 
     def __init__(self, method: Method, images: int):
@@ -64,11 +66,16 @@ class Gathered(Wrapper):
             raise ValueError(f"{name} does not learn by gradients, so it has no use for gather: leave it out")
         super().__init__(method)
         self.images = images
-        self.unlearned: Classifier | None = None
-        if self._blends:
-            shares = (method.model.source_share, method.model.own_share)
-            self.unlearned = source_model(method).use_batch_statistics(*shares)
+        unlearned = unlearned_model(method) if self._blends else None
+        vars(self)["unlearned"] = unlearned  # not a submodule, whose weights torch would save
         self.begin()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Gathered":
+        """Move the source model along with the method."""
+        super()._apply(fn, recurse)
+        if self.unlearned is not None:
+            self.unlearned._apply(fn)
+        return self
 
     @property
     def kept(self) -> list[Tensor]:
@@ -81,10 +88,8 @@ class Gathered(Wrapper):
 
     @property
     def events(self) -> Events:
-        if self.turns is None:
-            return self.method.events
-        self.turns.settle()
-        return [*self.method.events, *self.turns.events]
+        self._look_at_turns()
+        return [*self.method.events, *self.log.events]
 
     @torch.inference_mode(False)
     def step(self, x: Tensor, learn: bool = True) -> Pass:
@@ -94,11 +99,11 @@ class Gathered(Wrapper):
         self.model.check(x)
         self._look_at_turns()
         if self.turns is not None:
-            self.turns.images += len(x)
+            self.log.images += len(x)
         if self.spent:
-            apart = self._asked(x)
+            source_logits = self._ask_source(x)
             seen = Pass(self.predict(x))
-            self._follow_turns(seen, apart)
+            self._follow_turns(seen, source_logits)
             return seen
         if not learn:
             return self._predict(x)
@@ -121,32 +126,30 @@ class Gathered(Wrapper):
 
     def _step_at_once(self, x: Tensor) -> Pass:
         """Predict x and learn from it in one step."""
-        apart = self._asked(x)
+        source_logits = self._ask_source(x)
         if self.one_by_one(len(x)):
             with self._by_image(), self._slower():
                 seen = self.method.step(x, collect=False)
         else:
             seen = self.method.step(x)
-        self._follow_turns(seen, apart)
+        self._follow_turns(seen, source_logits)
         return seen
 
-    @torch.no_grad()
-    def _asked(self, x: Tensor) -> Tensor | None:
+    def _ask_source(self, x: Tensor) -> Tensor | None:
         """Return the source's logits of images one by one, for `turns`; None if it does not ask."""
         if self.turns is None or self.unlearned is None or not self.turns.asks or self._poor(len(x)):
             return None
-        with image_by_image(self.unlearned.net):
-            return self.unlearned(x)
+        return predicted_one_by_one(self.unlearned, x)
 
-    def _follow_turns(self, seen: Pass, apart: Tensor | None) -> None:
+    def _follow_turns(self, seen: Pass, source_logits: Tensor | None) -> None:
         """Let `turns` know the predictions of a batch.
 
         Args:
-            apart: what `_asked` gave.
+            source_logits: what `_ask_source` gave.
         """
         if self.turns is None or self._poor(len(seen.logits)):
             return
-        self.turns.follow(None if self.turns.come else seen.logits, apart)
+        self.turns.follow(None if self.turns.come else seen.logits, source_logits)
 
     def _learn_together(self, expected: float) -> None:
         """Learn from all that is kept, unless the last batch was not finite and there are fewer images than expected.
@@ -168,7 +171,7 @@ class Gathered(Wrapper):
             self._tried = tried
             self._total = total
         with self.engine.apart(together):
-            self.learn(together, come_few(alike))
+            self._learn(together, come_few(alike))
 
     def _settle(self) -> None:
         """Drop the last batch, and count it as skipped, if its logits were not finite."""
@@ -184,6 +187,11 @@ class Gathered(Wrapper):
         self.engine.skipped += 1
 
     def learn(self, x: Tensor, few: bool = False) -> Pass:
+        self._look_at_turns()
+        return self._learn(x, few)
+
+    def _learn(self, x: Tensor, few: bool) -> Pass:
+        """Do what `learn` does, as things stood when the last batch came: a GPU is not waited for."""
         if self.turns is None or not (few or self.turns.come):
             return self.method.step(x, observe=False, collect=few)
         with self._by_image(), self._slower():
@@ -208,15 +216,34 @@ class Gathered(Wrapper):
             together = x.repeat(batches, *(1 for _ in x.shape[1:]))
             self.method.warm_up(together, learn=True, observe=False, collect=few and self.turns is None)
 
+    def export(self) -> nn.Module:
+        """Return what the method's `export` does; where classes come in turn, with the source's statistics."""
+        self._look_at_turns()
+        statistics = self.method.statistics
+        if self.turns is not None and self.turns.come:
+            self.method.statistics = None
+        try:
+            return self.method.export()
+        finally:
+            self.method.statistics = statistics
+
+    def snapshot(self) -> dict[str, Any]:
+        self._settle()  # this and the next line may change what the method saves
+        self._look_at_turns()
+        return super().snapshot()
+
     def own(self) -> dict[str, Any]:
         state: dict[str, Any] = {"kept": [x.clone() for x in self.kept]}
         if self.turns is not None:
             state["turns"] = self.turns.state()
+            state["log"] = self.log.state()
         return state
 
-    def check_own(self, state: Any) -> tuple[list[Tensor], Turns | None]:
-        names = {"kept"} if self.turns is None else {"kept", "turns"}
-        if not isinstance(state, dict) or not {"kept"} <= state.keys() <= names:
+    def check_own(self, state: Any) -> tuple[list[Tensor], Turns | None, Log]:
+        names = [{"kept"}]  # files of earlier versions have no more
+        if self.turns is not None:
+            names.append({"kept", "turns", "log"})
+        if not isinstance(state, dict) or state.keys() not in names:
             raise ValueError("invalid gather state: it has other entries")
         kept = state["kept"]
         if not isinstance(kept, list | tuple) or not all(isinstance(x, Tensor) and x.ndim for x in kept):
@@ -229,13 +256,15 @@ class Gathered(Wrapper):
         except (TypeError, ValueError) as error:
             raise ValueError(f"invalid gather state: {error}") from error
         turns = None if self.turns is None else Turns()
-        if "turns" in state:  # files of earlier versions have none
-            turns = Turns.loaded(state["turns"], self.model.num_classes)
-        return [x.clone() for x in kept], turns
+        log = Log()
+        if "turns" in state:
+            turns = Turns.loaded(state["turns"])
+            log = Log.loaded(state["log"], "gather")
+        return [x.clone() for x in kept], turns, log
 
-    def load_own(self, checked: tuple[list[Tensor], Turns | None]) -> None:
+    def load_own(self, checked: tuple[list[Tensor], Turns | None, Log]) -> None:
         self.begin()
-        kept, self.turns = checked
+        kept, self.turns, self.log = checked
         self._kept += kept
 
     def begin(self) -> None:
@@ -253,15 +282,20 @@ class Gathered(Wrapper):
         return self.turns is not None and (n < FEW_IMAGES or self.turns.come)
 
     def _look_at_turns(self) -> None:
-        if self.turns is not None:
-            self.turns.settle()
+        """Decide whether classes come in turn."""
+        change = None if self.turns is None else self.turns.decide()
+        if self.turns is None or change is None:
+            return
+        self.log.note(self.log.images, "one by one" if self.turns.come else "by batch", change=change)
+        if self.turns.come and self.method.statistics is not None:  # those so far are of few classes: begin anew
+            self.method.statistics.load_state_dict(StreamStatistics(self.model.net).state_dict())
 
     def _predict(self, x: Tensor) -> Pass:
-        apart = self._asked(x)
+        source_logits = self._ask_source(x)
         with self._normalising(len(x)):
             poor = self._poor(len(x)) or self.one_by_one(len(x))
             seen = self.method.step(x, learn=False, collect=not poor)
-        self._follow_turns(seen, apart)
+        self._follow_turns(seen, source_logits)
         return seen
 
     def _alike(self) -> list[Tensor]:
@@ -331,6 +365,13 @@ class Gathered(Wrapper):
                     layer = model.net.get_submodule(name)
                     assert isinstance(layer, _BatchNorm)
                     yield i, layer
+
+
+@torch.no_grad()
+def predicted_one_by_one(model: Classifier, x: Tensor) -> Tensor:
+    """Return the logits (n, C) of images that do not depend on one another, by a model that blends statistics."""
+    with image_by_image(model.net):
+        return model(x)
 
 
 def come_few(batches: Sequence[Tensor]) -> bool:

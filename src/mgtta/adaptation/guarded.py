@@ -28,7 +28,7 @@ from mgtta.adaptation.method import Events, Method
 from mgtta.adaptation.reference import SAMPLE_IMAGES, Reference
 from mgtta.adaptation.step import Pass
 from mgtta.adaptation.watch import KNOWN_IMAGES, Watch, blended, saved_watch, what_is_lost
-from mgtta.adaptation.wrapper import Wrapper
+from mgtta.adaptation.wrapper import EVENTS, Wrapper, wrappers
 
 EARLY_IMAGES = 1024  # in which every small batch is asked about; after k times as many, one in k
 LONGEST_PAUSE = 8  # times `every`, between two questions about large batches
@@ -37,7 +37,6 @@ REST_IMAGES = 8192  # without learning, the first time; twice as many each time
 FAILURES = 2  # alarms of a trusted method after which it rests
 SLOWEST = 1e-3  # pace below which a method in the shadow rests
 CALM_IMAGES = 8192  # without alarm after which the learning rate rises again
-EVENTS = 1000  # that are kept, the first ones: a run may last for ever
 
 
 @dataclass(frozen=True)
@@ -260,11 +259,15 @@ class Guarded(Wrapper):
     def _restore(self, state: dict[str, Any] | None) -> None:
         """Go back to this state, or to the start, at the present pace; what was counted stays counted."""
         counted = (self.updates, self.skipped, self.seconds)
+        inside = list(wrappers(self.method))
+        logs = [wrapper.log for wrapper in inside]
         if state is None:
             self.method.reset()
         else:
             self.method.restore(state)
         self.engine.updates, self.engine.skipped, self.seconds = counted
+        for wrapper, log in zip(inside, logs, strict=True):
+            wrapper.log = log
         self._set_rates()
 
     def _set_rates(self) -> None:

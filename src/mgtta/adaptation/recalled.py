@@ -32,7 +32,7 @@ from mgtta.adaptation.method import Events, Method
 from mgtta.adaptation.shift import SHIFT, Arriving, ShiftDetector, is_count
 from mgtta.adaptation.state import load
 from mgtta.adaptation.step import Pass
-from mgtta.adaptation.wrapper import Wrapper, innermost
+from mgtta.adaptation.wrapper import Log, Wrapper, find, innermost, wrappers
 from mgtta.models.checks import IMAGE_AXES
 
 UNKNOWN = ("continue", "source")
@@ -44,7 +44,6 @@ MEASURED_IMAGES = 128  # that a GPU measures at a time, at most
 SIDE_PIXELS = 112  # of the middle of an image, which is what is looked at
 LEAST_VARIANCE = 1e-6  # of a channel over places, so that it has a logarithm
 LEAST_SCALE = 0.1  # of the median scale of the entries of one kind
-EVENTS = 1000  # that are kept, the first ones
 
 State = dict[str, Any]  # what `domain_state` gives
 
@@ -70,14 +69,12 @@ class Alarm:
 class Domains:
     """What recall knows; all of it is saved and reset with the method."""
 
-    images: int = 0  # of the stream so far
     count: int = 0  # of images in `total`
     total: Tensor | None = None  # (2S,), sums of the summaries and of their squares, before there are LOOK_IMAGES
     scale: Tensor | None = None  # (S,), by which summaries are divided
     present: ShiftDetector = field(default_factory=ShiftDetector)
     alarm: Alarm | None = None
     known: list[Known] = field(default_factory=list)  # the least recently used first
-    events: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Recalled(Wrapper):
@@ -102,7 +99,8 @@ class Recalled(Wrapper):
         self.most = most
         self.unknown = unknown
         self._layer = first_frozen_layer(innermost(method))
-        self._gathered = _gathered(method)
+        gathered = find(method, Gathered)
+        self._gathered = 0 if gathered is None else gathered.images  # that are learned from together; fewer wait
         self.begin()
 
     @property
@@ -116,7 +114,8 @@ class Recalled(Wrapper):
 
     @property
     def events(self) -> Events:
-        return sorted([*self.method.events, *self.domains.events], key=lambda event: event["image"])
+        _ = self.domains  # judging the last batch may add one
+        return sorted([*self.method.events, *self.log.events], key=lambda event: event["image"])
 
     @torch.inference_mode(False)
     def step(self, x: Tensor, learn: bool = True) -> Pass:
@@ -126,6 +125,7 @@ class Recalled(Wrapper):
         self.model.check(x)
         self._settle()
         x = x.to(next(self.model.parameters()).device, non_blocking=True)  # once, for both who look at it
+        self._measure_unlike(x)
         if x.is_cuda and len(x) < self._gathered:
             seen = self.method.step(x, learn)  # first: the caller waits for it, and for a look nobody does
             self._hold(x, apart=True)
@@ -157,16 +157,19 @@ class Recalled(Wrapper):
         Args:
             apart: the caller waits for a prediction that was launched before.
         """
-        if self._held and (self._held[0].shape[1:], self._held[0].dtype) != (x.shape[1:], x.dtype):
-            self._measure_held()
-            self._settle()
-        self._domains.images += len(x)
+        self.log.images += len(x)
         waiting = self._domains.count + sum(map(len, self._held)) + len(x)
         if x.is_cuda and waiting < LOOK_IMAGES:
             self._held.append(x.detach().clone())
             return
         self._held.append(x)
         self._measure_held(apart)
+
+    def _measure_unlike(self, x: Tensor) -> None:
+        """Measure and judge the held images if they differ from x in size or dtype."""
+        if self._held and (self._held[0].shape[1:], self._held[0].dtype) != (x.shape[1:], x.dtype):
+            self._measure_held()
+            self._settle()
 
     def _measure_held(self, apart: bool = False) -> None:
         x = self._held[0]
@@ -175,7 +178,7 @@ class Recalled(Wrapper):
         self._held = []
         with self.engine.apart(x) if apart else nullcontext():
             sums = self.engine.replayed(self._sums, _middle(x))
-            self._arriving.send(sums, (len(x), self._domains.images))
+            self._arriving.send(sums, (len(x), self.log.images))
 
     @torch.no_grad()
     def _sums(self, x: Tensor) -> Tensor:
@@ -233,7 +236,7 @@ class Recalled(Wrapper):
         domains = self._domains
         summary, squares = means.chunk(2)
         if domains.scale is None or domains.scale.shape != summary.shape:  # the first look, or another kind of image
-            self._domains = Domains(images=domains.images, scale=_scale(summary, squares), events=domains.events)
+            self._domains = Domains(scale=_scale(summary, squares))
             domains = self._domains
         assert domains.scale is not None
         s = (summary / domains.scale).numpy()
@@ -303,9 +306,7 @@ class Recalled(Wrapper):
         domains.alarm = None
 
     def _note(self, action: str, image: int) -> None:
-        domains = self._domains
-        if len(domains.events) < EVENTS:
-            domains.events.append({"image": image, "action": action, "domains": len(domains.known)})
+        self.log.note(image, action, domains=len(self._domains.known))
 
     def _state(self) -> State:
         """Return what was learned: parameters, moments, memory and buffers, as copies; no counters."""
@@ -318,10 +319,8 @@ class Recalled(Wrapper):
         now = method.snapshot()
         optimizer = {"state": state["optimizer"]["state"], "param_groups": now["optimizer"]["param_groups"]}
         load(method, {**state, "optimizer": optimizer, "counters": now["counters"]})
-        inside = self.method
-        while isinstance(inside, Wrapper):
+        for inside in wrappers(self.method):
             inside.forget()
-            inside = inside.method
 
     # --- what is saved
 
@@ -333,11 +332,15 @@ class Recalled(Wrapper):
         domains = self.domains
         known = [{"detector": known.detector.state(), "state": known.state} for known in domains.known]
         alarm = None if domains.alarm is None else vars(domains.alarm)
-        return copy.deepcopy({**vars(domains), "present": domains.present.state(), "alarm": alarm, "known": known})
+        own = {**vars(domains), "present": domains.present.state(), "alarm": alarm, "known": known}
+        return {**copy.deepcopy(own), **self.log.state()}
 
-    def check_own(self, state: Any) -> Domains:
-        if not isinstance(state, dict) or state.keys() != vars(Domains()).keys():
+    def check_own(self, state: Any) -> tuple[Domains, Log]:
+        names = vars(Log()).keys()
+        if not isinstance(state, dict) or state.keys() != vars(Domains()).keys() | names:
             raise ValueError("invalid recall state: it has other entries")
+        log = Log.loaded({name: state[name] for name in names}, "recall")
+        state = {name: value for name, value in state.items() if name not in names}
         try:
             alarm = None if state["alarm"] is None else Alarm(**state["alarm"])
             present = ShiftDetector.loaded(state["present"], "recall")
@@ -350,7 +353,7 @@ class Recalled(Wrapper):
         if alarm is not None:
             states.append(alarm.state)
         self._check_states(states)
-        return copy.deepcopy(found)
+        return copy.deepcopy(found), log
 
     def _check_states(self, states: list[Any]) -> None:
         """Load each state, to find out if it fits, and then the present one again."""
@@ -362,18 +365,9 @@ class Recalled(Wrapper):
             method.restore({**state, "counters": before["counters"]})
             method.restore(before)
 
-    def load_own(self, checked: Domains) -> None:
+    def load_own(self, checked: tuple[Domains, Log]) -> None:
         self.begin()
-        self._domains = checked
-
-
-def _gathered(method: Method | Wrapper) -> int:
-    """Return how many images are learned from together, if fewer wait for others; 0 if none wait."""
-    while isinstance(method, Wrapper):
-        if isinstance(method, Gathered):
-            return method.images
-        method = method.method
-    return 0
+        self._domains, self.log = checked
 
 
 def first_frozen_layer(method: Method) -> str | None:
@@ -457,7 +451,6 @@ def _check(domains: Domains, most: int) -> None:
     vectors = [domains.total, domains.scale]
     if domains.alarm is not None:
         vectors.append(domains.alarm.summary)
-    sound = is_count(domains.images) and is_count(domains.count) and isinstance(domains.events, list)
-    sound = sound and all(v is None or (isinstance(v, Tensor) and v.ndim == 1) for v in vectors)
+    sound = is_count(domains.count) and all(v is None or (isinstance(v, Tensor) and v.ndim == 1) for v in vectors)
     if not sound or len(domains.known) > most:
         raise ValueError("invalid recall state: it has values that are out of range")

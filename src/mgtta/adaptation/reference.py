@@ -6,18 +6,16 @@ by what was learned. In very small batches such statistics are poor: the source 
 statistics a little of each image's, as the method does (models/blended.py), also where classes come in turn (turns.py).
 """
 
-import copy
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from mgtta.adaptation.gathered import FEW_IMAGES, Gathered
+from mgtta.adaptation.gathered import FEW_IMAGES, Gathered, predicted_one_by_one
 from mgtta.adaptation.method import Method
-from mgtta.adaptation.wrapper import Wrapper, source_model
+from mgtta.adaptation.wrapper import Wrapper, find, source_model, unlearned_model
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import batch_norms
-from mgtta.models.statistics import image_by_image
 
 SAMPLE_IMAGES = 32  # of a batch that are asked about; of a smaller one, all
 MOVED_IMAGES = 8  # which the source also sees moved
@@ -35,13 +33,15 @@ class Reference(nn.Module):
     def __init__(self, method: Method | Wrapper):
         super().__init__()
         self.source = source_model(method)
-        self.one_by_one = _one_by_one_in(method)
         self.unlearned: Classifier | None = None
+        self.one_by_one: Callable[[int], bool] = _never  # whether the method normalises so many images one by one
+        gathered = find(method, Gathered)
+        if gathered is not None:
+            self.unlearned = gathered.unlearned
+            self.one_by_one = gathered.one_by_one
         adapting = method.model
-        if adapting._uses_batch_statistics and batch_norms(adapting.net):
-            shared = {id(p): p for p in self.source.parameters()}
-            shares = (adapting.source_share, adapting.own_share)
-            self.unlearned = copy.deepcopy(self.source, shared).use_batch_statistics(*shares)
+        if self.unlearned is None and adapting._uses_batch_statistics and batch_norms(adapting.net):
+            self.unlearned = unlearned_model(method)
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
@@ -87,17 +87,7 @@ class Reference(nn.Module):
         """Return logits (n, C) that do not depend on the other images of x."""
         if self.unlearned is None or not self.unlearned.source_share:
             return self.source(x)
-        with image_by_image(self.unlearned.net):
-            return self.unlearned(x)
-
-
-def _one_by_one_in(method: Method | Wrapper) -> Callable[[int], bool]:
-    """Return what tells whether a method normalises a batch of n images one by one."""
-    while isinstance(method, Wrapper):
-        if isinstance(method, Gathered):
-            return method.one_by_one
-        method = method.method
-    return _never
+        return predicted_one_by_one(self.unlearned, x)
 
 
 def _never(_n: int) -> bool:

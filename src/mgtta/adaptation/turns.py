@@ -1,8 +1,8 @@
 """Do the classes of a stream come in turn? Then the mean prediction changes from batch to batch by more than chance.
 
 It matters to networks with BatchNorm: a batch of few classes has statistics that tell these classes from the others,
-and whoever normalises by them takes that away. A model that predicts few classes for every batch, as many do under a
-shift, shows no change; a new kind of shift shows one, once.
+and normalising by them takes that away. A model that predicts few classes for every batch, as many do under a shift,
+shows no change; a new kind of shift shows one, once.
 
 If a batch has very few classes, predictions that were normalised by it show nothing any more. So now and then the
 source model also predicts its images one by one, and always where classes come in turn.
@@ -10,52 +10,79 @@ source model also predicts its images one by one, and always where classes come 
 Notation    p_i (C,) probabilities of image i of a batch of n images; m (C,) their mean
             e (C,) = sum_i (p_i - m)^2 / (n (n - 1)), the variance of m by chance
             F = |m - m'|^2 / sum(e + e'), of a batch and the one before it: about 1 if both have the same classes
-            k = sum(e + e')^2 / sum((e + e')^2): as many classes count, and F deviates by sqrt(2 / k) by chance
-            change = F / L, where L is a limit for F, and at least 1 + DEVIATIONS sqrt(2 / k)
+            k = sum(e + e')^2 / sum((e + e')^2), the number of classes that share the variance; by chance F has about
+            the standard deviation sqrt(2 / k)
+            change = F / L, where the limit L is a constant, or 1 + DEVIATIONS sqrt(2 / k) if that is more
+Images whose prediction is not finite are left out. If too few remain, the batch is not known: m, e and F are NaN.
 """
 
-import copy
+import math
 import statistics
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mgtta.adaptation.shift import Arriving, is_count
+from mgtta.adaptation.shift import Arriving, is_count, is_positive
 
+FEW_IMAGES = 16  # fewer have too poor a mean: of their activations to normalise by, and of their predictions
 BATCHES = 8  # whose median change decides: a median does not see single ones
 LEAST_BATCHES = 3  # of which the change must be known
 BY_BATCH = 1.4  # limit for F, of images that are normalised by the batch
 ONE_BY_ONE = 2.0  # the same, of the source and images one by one: they show more of it
-DEVIATIONS = 3.0  # by chance, which are no change
+DEVIATIONS = 3.0  # standard deviations above 1 up to which F may be chance
 BACK = 0.6  # change below which classes are mixed again
 BACK_BATCHES = 32  # whose median decides that: where little is predicted rightly, turns are hard to see
 ASKED_BATCHES = 4  # in a row that the source also predicts one by one
 ASKED_EVERY = 64  # batches
 LEAST_CHANCE = 1e-4  # of sum(e), so that a model that predicts all images alike shows no change if it learns
-EVENTS = 1000  # that are kept, the first ones
+
+
+@dataclass
+class Series:
+    """Predictions of one kind, batch by batch: by the method, or by the source and one by one.
+
+    Attributes:
+        limit: the least that L may be.
+        last: m and e of the last batch (2, C); None if it has no such predictions.
+        changes: the latest ones, since the answer changed.
+    """
+
+    limit: float
+    last: Tensor | None = None
+    changes: list[float] = field(default_factory=list)
+
+    def follow(self, logits: Tensor | None) -> Tensor | None:
+        """Return the change from the last batch to this one; None if one of them has no such predictions."""
+        before = self.last
+        self.last = None if logits is None else mean_and_chance(logits)
+        if before is None or self.last is None or before.shape != self.last.shape:
+            return None
+        return change(self.last, before, self.limit)
+
+    def state(self) -> dict[str, Any]:
+        last = None
+        if self.last is not None and bool(self.last.isfinite().all()):
+            last = self.last.cpu().clone()
+        return {"last": last, "changes": list(self.changes)}
 
 
 class Turns:
     """Whether classes come in turn, by the predictions of a stream so far.
 
     Attributes:
-        come: the answer when `settle` was last called. A GPU is read there, and not when a batch is followed.
-        images: of the stream so far.
+        come: the answer when `decide` was last called. A GPU is read there, and not when a batch is followed.
         batches: that were followed since the answer changed.
-        last: m and e of the last batch, normalised by the batch and one by one (2, C); None: not known.
-        changes: the latest ones of both kinds, since the answer changed.
-        events: how the answer changed: dicts of plain values.
+        by_batch: the method's predictions, normalised by the batch.
+        one_by_one: the source's, of images one by one.
     """
 
     def __init__(self) -> None:
         self.come = False
-        self.images = 0
         self.batches = 0
-        self.last: list[Tensor | None] = [None, None]
-        self.changes: list[list[float]] = [[], []]
-        self.events: list[dict[str, Any]] = []
+        self.by_batch = Series(BY_BATCH)
+        self.one_by_one = Series(ONE_BY_ONE)
         self._arriving = Arriving()
 
     @property
@@ -65,86 +92,91 @@ class Turns:
 
     @torch.no_grad()
     def follow(self, by_batch: Tensor | None, one_by_one: Tensor | None) -> None:
-        """Take in the predictions of a batch of more than one image (n, C); None: it was not predicted so."""
-        seen = [None if logits is None else mean_and_chance(logits) for logits in (by_batch, one_by_one)]
-        limits = (BY_BATCH, ONE_BY_ONE)
-        found = [change(now, last, limit) for now, last, limit in zip(seen, self.last, limits, strict=True)]
-        self.last = seen
-        self.batches += 1
-        known = [value for value in found if value is not None]
-        if known:
-            self._arriving.send(torch.stack(known), [value is not None for value in found])
+        """Take in the logits (n, C) of a batch of at least FEW_IMAGES images; `decide` comes before the next batch.
 
-    def settle(self) -> None:
-        """Decide by all batches that were followed."""
+        Args:
+            by_batch, one_by_one: None: it was not predicted so.
+        """
+        if not self.come and self.batches % ASKED_EVERY == 0:
+            self.one_by_one.changes.clear()  # it is asked anew: what it said long ago does not count
+        self.batches += 1
+        found = [(self.by_batch.follow(by_batch), self.by_batch), (self.one_by_one.follow(one_by_one), self.one_by_one)]
+        known = [(value, series) for value, series in found if value is not None]
+        if known:
+            values, whose = zip(*known, strict=True)
+            self._arriving.send(torch.stack(values), whose)
+
+    def decide(self) -> float | None:
+        """Decide by all batches that were followed; return the change that decided, or None if the answer stays."""
         held = self._arriving.take()
         if held is None:
-            return
-        values = iter(held[0].tolist())
+            return None
+        values, whose = held
         most = BACK_BATCHES if self.come else BATCHES
-        for changes, known in zip(self.changes, held[1], strict=True):
-            if known:
-                changes.append(next(values))
-                del changes[:-most]
+        for value, series in zip(values.tolist(), whose, strict=True):
+            if math.isfinite(value):
+                series.changes.append(value)
+                del series.changes[:-most]
         least = BACK_BATCHES if self.come else LEAST_BATCHES
-        medians = [statistics.median(changes) for changes in self.changes if len(changes) >= least]
+        both = (self.by_batch.changes, self.one_by_one.changes)
+        medians = [statistics.median(changes) for changes in both if len(changes) >= least]
         if not medians:
-            return
+            return None
         largest = max(medians)
         come = largest > (BACK if self.come else 1.0)
         if come == self.come:
-            return
-        if len(self.events) < EVENTS:
-            action = "one by one" if come else "by batch"
-            self.events.append({"image": self.images, "action": action, "change": largest})
+            return None
         self.come = come
         self.batches = 0
-        self.changes = [[], []]
+        for changes in both:
+            changes.clear()
+        return largest
 
     def state(self) -> dict[str, Any]:
-        """Return what is known, as plain values and tensors on the CPU."""
-        self.settle()
-        known = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        last = [None if each is None else each.cpu() for each in self.last]
-        return copy.deepcopy({**known, "last": last})
+        """Return what is known, as plain values and tensors on the CPU; all that was followed must be decided."""
+        series = {"by_batch": self.by_batch.state(), "one_by_one": self.one_by_one.state()}
+        return {"come": self.come, "batches": self.batches, **series}
 
     @classmethod
-    def loaded(cls, state: Any, classes: int) -> "Turns":
+    def loaded(cls, state: Any) -> "Turns":
         """Return what is known by a state; a ValueError says what is invalid."""
         turns = cls()
         if not isinstance(state, dict) or state.keys() != turns.state().keys():
             raise ValueError("invalid gather state: its part on turns has other entries")
-        sound = isinstance(state["come"], bool) and isinstance(state["events"], list)
-        sound = sound and is_count(state["batches"]) and is_count(state["images"])
-        for name, fits in (("last", _is_mean(classes)), ("changes", _are_numbers)):
-            both = state[name]
-            sound = sound and isinstance(both, list) and len(both) == 2 and all(map(fits, both))
+        sound = isinstance(state["come"], bool) and is_count(state["batches"])
+        for series, found in ((turns.by_batch, state["by_batch"]), (turns.one_by_one, state["one_by_one"])):
+            if not isinstance(found, dict) or found.keys() != series.state().keys():
+                raise ValueError("invalid gather state: its part on turns has other entries")
+            sound = sound and _is_mean(found["last"]) and _are_changes(found["changes"])
+            if sound:
+                series.last = None if found["last"] is None else found["last"].clone()
+                series.changes = list(found["changes"])
         if not sound:
             raise ValueError("invalid gather state: its part on turns has values that are out of range")
-        for name, value in copy.deepcopy(state).items():
-            setattr(turns, name, value)
+        turns.come = state["come"]
+        turns.batches = state["batches"]
         return turns
 
 
 def mean_and_chance(logits: Tensor) -> Tensor:
-    """Return m and e of logits (n, C): (2, C)."""
-    n = len(logits)
+    """Return m and e of logits (n, C): (2, C). If fewer than FEW_IMAGES of them are finite, all is NaN."""
     p = logits.float().softmax(1)
-    p = torch.where(p.isfinite().all(1, keepdim=True), p, 1 / p.shape[1])
-    mean = p.mean(0)
-    chance = (p - mean).square().sum(0) / (n * (n - 1))
+    known = p.isfinite().all(1, keepdim=True)  # (n, 1)
+    n = known.sum()
+    n = torch.where(n < FEW_IMAGES, math.nan, n)
+    mean = torch.where(known, p, 0.0).sum(0) / n
+    chance = torch.where(known, p - mean, 0.0).square().sum(0) / (n * (n - 1))
     return torch.stack([mean, chance])
 
 
-def change(now: Tensor | None, before: Tensor | None, limit: float, deviations: float = DEVIATIONS) -> Tensor | None:
-    """Return F in units of its limit; None if one of both batches is not known.
+def change(now: Tensor, before: Tensor, limit: float, deviations: float = DEVIATIONS) -> Tensor:
+    """Return F in units of the limit L.
 
     Args:
-        limit: the least that it may be.
-        deviations: by chance, which are no change.
+        now, before: m and e (2, C) of a batch and of the one before it.
+        limit: the least that L may be.
+        deviations: standard deviations above 1 up to which F may be chance.
     """
-    if now is None or before is None:
-        return None
     before = before.to(now)
     moved = (now[0] - before[0]).square().sum()
     chance = now[1] + before[1]  # (C,)
@@ -153,15 +185,13 @@ def change(now: Tensor | None, before: Tensor | None, limit: float, deviations: 
     return moved / total / (1 + deviations * deviation).clamp(min=limit)
 
 
-def _is_mean(classes: int) -> Callable[[Any], bool]:
-    """Return what tells whether a value may stand in `last`."""
-
-    def fits(value: Any) -> bool:
-        shaped = isinstance(value, Tensor) and value.shape == (2, classes) and bool(value.isfinite().all())
-        return value is None or shaped
-
-    return fits
+def _is_mean(value: Any) -> bool:
+    """Return whether a value may be the `last` of a series."""
+    if value is None:
+        return True
+    shaped = isinstance(value, Tensor) and value.ndim == 2 and len(value) == 2
+    return shaped and value.is_floating_point() and bool(value.isfinite().all())
 
 
-def _are_numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, float) for value in values)
+def _are_changes(values: Any) -> bool:
+    return isinstance(values, list) and all(map(is_positive, values))

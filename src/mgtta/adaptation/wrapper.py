@@ -3,7 +3,8 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,52 @@ from torch.optim import Optimizer
 
 from mgtta._lib.ranks import Alone
 from mgtta.adaptation.method import Events, Method
+from mgtta.adaptation.shift import is_count
 from mgtta.adaptation.state import Saved, check_kind
 from mgtta.adaptation.step import Engine, Pass
 from mgtta.models.classifier import Classifier
+
+EVENTS = 1000  # that are kept, the first ones: a run may last for ever
+
+
+@dataclass
+class Log:
+    """What a wrapper has seen and done since the last reset. It stays if a guard takes back what was learned.
+
+    Attributes:
+        images: of the stream so far.
+        events: dicts of plain values.
+    """
+
+    images: int = 0
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def note(self, image: int, action: str, **more: Any) -> None:
+        """Note what was done after so many images."""
+        if len(self.events) < EVENTS:
+            self.events.append({"image": image, "action": action, **more})
+
+    def state(self) -> dict[str, Any]:
+        """Return the log as plain values."""
+        return copy.deepcopy(vars(self))
+
+    @classmethod
+    def loaded(cls, state: Any, what: str) -> "Log":
+        """Return the log of a state; a ValueError says what is invalid.
+
+        Args:
+            what: the name of the state, for the error.
+        """
+        if not isinstance(state, dict) or state.keys() != vars(cls()).keys():
+            raise ValueError(f"invalid {what} state: its log has other entries")
+        events = state["events"]
+        if not is_count(state["images"]) or not isinstance(events, list) or not all(map(_is_event, events)):
+            raise ValueError(f"invalid {what} state: its images or events are out of range")
+        return cls(**copy.deepcopy(state))
+
+
+def _is_event(value: Any) -> bool:
+    return isinstance(value, dict) and is_count(value.get("image")) and isinstance(value.get("action"), str)
 
 
 class Wrapper(Saved):
@@ -24,6 +68,7 @@ class Wrapper(Saved):
     Attributes:
         method: what is wrapped: a Method, or another wrapper.
         state_name: the key of the wrapper's own part of a state.
+        log: images and events, if it counts them.
     """
 
     state_name = "own"
@@ -32,6 +77,7 @@ class Wrapper(Saved):
     def __init__(self, method: "Method | Wrapper"):
         super().__init__()
         self.method = method
+        self.log = Log()
         method.remember_start()
 
     # --- what a wrapper writes
@@ -78,6 +124,7 @@ class Wrapper(Saved):
     def reset(self) -> None:
         """Go back to exactly the source model, with a new optimizer state, memory and counters."""
         self.method.reset()
+        self.log = Log()
         self.begin()
 
     def warm_up(self, x: Tensor) -> None:
@@ -211,6 +258,21 @@ class Wrapper(Saved):
 Adapting = Method | Wrapper  # what `create` gives
 
 
+Kind = TypeVar("Kind", bound=Wrapper)
+
+
+def wrappers(method: Adapting) -> Iterator[Wrapper]:
+    """Yield what stands around a method, from the outside to the inside."""
+    while isinstance(method, Wrapper):
+        yield method
+        method = method.method
+
+
+def find(method: Adapting, kind: type[Kind]) -> Kind | None:
+    """Return the wrapper of this kind around a method; None if there is none."""
+    return next((wrapper for wrapper in wrappers(method) if isinstance(wrapper, kind)), None)
+
+
 def innermost(method: Adapting) -> Method:
     """Return the method inside all wrappers."""
     while isinstance(method, Wrapper):
@@ -221,10 +283,17 @@ def innermost(method: Adapting) -> Method:
 def source_model(method: Adapting) -> Classifier:
     """Return the model as it was before it adapted; weights that never change are shared with the method."""
     adapted = {id(p) for p in method.adapted.values()}
-    shared = {id(p): p for p in method.model.parameters() if id(p) not in adapted}
+    shared: dict[int, Any] = {id(p): p for p in method.model.parameters() if id(p) not in adapted}
+    shared[id(method.model.full_precision)] = method.model.full_precision
     source = copy.deepcopy(method.model, shared).requires_grad_(False).use_running_statistics()
     params = dict(source.named_parameters())
     with torch.no_grad():
         for name, value in zip(method.adapted, method.origin, strict=True):
             params[name].copy_(value)
     return source
+
+
+def unlearned_model(method: Adapting) -> Classifier:
+    """Return the source model, whose BatchNorm layers normalise by the batch as the method's do."""
+    model = method.model
+    return source_model(method).use_batch_statistics(model.source_share, model.own_share)

@@ -28,7 +28,7 @@ def fuse_residual_blocks(net: nn.Module, fusing: Collection[nn.Module]) -> None:
         if pairs is not None:
             module.forward = partial(_run_block, module, pairs)
     stem: Any = net
-    if type(net) in NETS and stem.bn1 in fusing:
+    if type(net) in NETS and _fuses(stem.bn1, fusing):
         act = _act(stem, "act1")
         if act is not None:
             stem.bn1.forward = partial(stem.bn1.forward, relu=True)
@@ -44,9 +44,15 @@ def _pairs(block: Any, fusing: Collection[nn.Module]) -> Pairs | None:
     others = [getattr(block, name, None) for name in ("drop_block", "aa", "se", "drop_path")]
     bare = all(other is None or isinstance(other, nn.Identity) for other in others)
     acts = all(_act(block, f"act{i}") is not None for i in numbers)
-    if not (bare and acts and all(norm in fusing for _, norm in pairs)):
+    if not (bare and acts and all(_fuses(norm, fusing) for _, norm in pairs)):
         return None
     return pairs
+
+
+def _fuses(norm: nn.Module, fusing: Collection[nn.Module]) -> bool:
+    """Return whether a norm layer may give more than its own output, which no hook but this library's sees."""
+    own = all(getattr(hook, "is_mgtta_hook", False) for hook in norm._forward_hooks.values())
+    return norm in fusing and own
 
 
 def _act(module: Any, name: str) -> Any:

@@ -86,7 +86,7 @@ class Mark(NamedTuple):
     """Something that happened at an image."""
 
     image: int
-    kind: str  # shift, recall, reset, freeze, learn; slow, rest, trust: what a guard did
+    kind: str  # shift, recall, reset, freeze, learn; slow, rest, trust: by a guard; one by one, by batch: see turns.py
 
 
 class News(NamedTuple):

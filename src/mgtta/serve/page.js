@@ -16,6 +16,8 @@
     slow: ["alarm", "Guard: adaptation does harm. Back to a good state; the source model answers meanwhile"],
     rest: ["alarm", "Guard: several alarms. The source model answers, and nothing is learned for a while"],
     trust: ["recall", "Guard: the adapted model answers again"],
+    "one by one": ["shift", "Classes come in turn: images are normalised one by one"],
+    "by batch": ["recall", "Classes are mixed again: images are normalised by the batch"],
     reset: ["done", "Reset to the source model"],
     freeze: ["done", "Frozen: it only predicts"],
     learn: ["done", "It learns again"],

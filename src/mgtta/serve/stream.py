@@ -11,16 +11,17 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mgtta.adaptation.gathered import Gathered, come_few
 from mgtta.adaptation.guarded import Guarded
+from mgtta.adaptation.method import Events
 from mgtta.adaptation.recalled import Domains, Recalled
 from mgtta.adaptation.shift import ShiftDetector
-from mgtta.adaptation.wrapper import Adapting, Wrapper
+from mgtta.adaptation.wrapper import Adapting, find
 from mgtta.serve.live import Live
 
 MEMORY_IMAGES = 640  # of the running mean of the entropy
@@ -58,9 +59,9 @@ class Stream:
         self.method = method
         self.update_images = update_images
         self.gather = 0  # images that an update needs; 0: the method learns while it answers, or not at all
-        gathered = _wrapper(method, Gathered)
+        self._gathered = find(method, Gathered)
         if method.optimizer is not None:
-            self.gather = 1 if gathered is None else gathered.images
+            self.gather = 1 if self._gathered is None else self._gathered.images
         self.live = Live(thumbnails)
         self.kept: list[Tensor] = []
         self._recent: deque[bytes] = deque(maxlen=RECENT_IMAGES)  # digests of the last images
@@ -92,7 +93,7 @@ class Stream:
     @property
     def resting(self) -> bool:
         """True while a guard lets the source model answer."""
-        guarded = _wrapper(self.method, Guarded)
+        guarded = find(self.method, Guarded)
         return guarded is not None and (guarded.watch.shadow or guarded.watch.resting)
 
     def answer(self, x: Tensor) -> Answer:
@@ -101,7 +102,8 @@ class Stream:
         if not bool(new.any()):
             return Answer(self._tell(x, self.method.predict(x)), self.method.updates, False)
         before = _place(self.method)
-        guarded = _wrapper(self.method, Guarded)
+        guarded = find(self.method, Guarded)
+        turns = len(self._turns)
         events = 0 if guarded is None else len(guarded.watch.events)
         learning = self.method.learning
         probabilities = self._tell(x, self.method.step(x, learn=not self.gather).logits)
@@ -111,6 +113,8 @@ class Stream:
             if learning:
                 new = new & guarded.shown
         shifted = self._note_shift(before)
+        for event in self._turns[turns:]:
+            self.live.mark(self.images, event["action"])
         if self.gather and learning and bool(new.any()):
             self._keep(x[new])
         return Answer(probabilities, self.method.updates, shifted)
@@ -236,6 +240,11 @@ class Stream:
         if self.changed_at is None:
             self.changed_at = time.monotonic()
 
+    @property
+    def _turns(self) -> Events:
+        """How classes began and ceased to come in turn."""
+        return () if self._gathered is None else self._gathered.events
+
     def _note_shift(self, before: "Place | None") -> bool:
         """Count a change of the domain since `before`; return whether there was one."""
         now = _place(self.method)
@@ -278,18 +287,6 @@ class Stream:
             self.dropped += len(self.kept.pop(0))
 
 
-Kind = TypeVar("Kind", bound=Wrapper)
-
-
-def _wrapper(method: Adapting, kind: type[Kind]) -> Kind | None:
-    """Return the wrapper of this kind around a method; None if there is none."""
-    while isinstance(method, Wrapper):
-        if isinstance(method, kind):
-            return method
-        method = method.method
-    return None
-
-
 class Place(NamedTuple):
     """In which domain a stream is believed to be."""
 
@@ -300,7 +297,7 @@ class Place(NamedTuple):
 
 def _place(method: Adapting) -> Place | None:
     """Return the domain of a stream; None if its method does not look for shifts."""
-    recalled = _wrapper(method, Recalled)
+    recalled = find(method, Recalled)
     if recalled is None:
         return None
     domains = recalled.domains

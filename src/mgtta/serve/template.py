@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from mgtta.adaptation.gathered import Gathered
 from mgtta.adaptation.guarded import Guarded
 from mgtta.adaptation.recalled import Recalled
-from mgtta.adaptation.wrapper import Adapting, Wrapper, innermost
+from mgtta.adaptation.wrapper import Adapting, find, innermost, wrappers
 from mgtta.methods.create import create
 from mgtta.methods.registry import recipe
 from mgtta.models.classifier import Classifier
@@ -47,11 +48,19 @@ def _shared(method: Adapting) -> dict[int, Any]:
     shared: list[Any] = [p for p in inner.model.parameters() if id(p) not in adapted]
     shared += list(inner.origin)
     shared.append(inner.start)
-    for holder, attribute in ((inner, "source"), (inner.optimizer, "generator")):
+    gathered = find(method, Gathered)
+    guarded = find(method, Guarded)
+    reference = None if guarded is None else guarded.reference
+    for holder, attribute in (
+        (inner, "source"),
+        (inner.optimizer, "generator"),
+        (gathered, "unlearned"),
+        (guarded, "guard"),
+        (reference, "source"),
+        (reference, "unlearned"),
+    ):
         if getattr(holder, attribute, None) is not None:
             shared.append(getattr(holder, attribute))
-    if isinstance(method, Guarded):
-        shared += [method.reference, method.guard]
     return {id(value): value for value in shared}
 
 
@@ -69,13 +78,11 @@ def _held(method: Adapting) -> Iterator[Tensor]:
     if method.optimizer is not None:
         yield from _tensors(dict(method.optimizer.state))
     yield from _tensors(innermost(method).start)
-    wrapper = method
-    while isinstance(wrapper, Wrapper):
+    for wrapper in wrappers(method):
         if isinstance(wrapper, Recalled):
             yield from _tensors(wrapper.domains)
         if isinstance(wrapper, Guarded):
             yield from _tensors(wrapper.watch)
-        wrapper = wrapper.method
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
