@@ -3,7 +3,8 @@
     python benchmarks/others.py --resnet50 results/resnet50 --cifar10 results/cifar10 --pacs results/pacs --out results
 
 reads the records of `benchmarks/streams.py run --network resnet50` (and of efficientnet_lite0 and cifar10), and those
-of benchmarks/pacs.py, and writes others.md. A folder that is not given is left out. With --readme, the first table also
+of benchmarks/pacs.py, and writes others.md: all methods, the learned optimizer beside Adam, and published figures. A
+folder that is not given is left out. With --readme, the first table also
 goes between the marks `others:start` and `others:end` of README.md, without single images, `all by class` and
 EfficientNet-Lite0, and with the best methods only.
 """
@@ -65,6 +66,10 @@ COLUMNS = {  # folder -> column -> its records
     },
     "efficientnet_lite0": _streams("EfficientNet-Lite0", *KINDS),
 }
+SAME_OBJECTIVE = (("mgtta_plus", "plus_adam"), ("mgtta", "eq7_adam"))  # the learned optimizer, and Adam
+OPTIMIZERS = """The learned optimizer, whose generator was trained on DeiT-Tiny only, beside Adam on the same objective
+and the same orders of the images. `mgtta+` has its default settings; the other three have the best of their rates on
+validation images."""
 README_ROWS = 9  # besides NoAdapt's
 ONLY_ON_THE_PAGE = (
     "single images",
@@ -130,6 +135,35 @@ def measured(found: Found, most: int | None = None) -> str:
     return table(["top-1, %", *figures], rows, right=True)
 
 
+def optimizers(found: Found) -> str:
+    """Return the table of the learned optimizer and of Adam on the same objective, with their difference; "" if none.
+
+    Of records of several orders only the orders that both have count.
+    """
+    rows = []
+    for title, column in found.items():
+        row = [title]
+        for learned, adam in SAME_OBJECTIVE:
+            row += _paired(column.get(learned, []), column.get(adam, []))
+        if any(row[1:]):
+            rows.append(row)
+    if not rows:
+        return ""
+    head = ["top-1, %"]
+    for pair in SAME_OBJECTIVE:
+        head += [*map(spelled, pair), "ahead by"]
+    return f"{OPTIMIZERS}\n\n{table(head, rows, right=True)}"
+
+
+def _paired(learned: Records, adam: Records) -> list[str]:
+    """Return the figures of both over the orders that both have, and their difference; "" if there are none."""
+    orders = {record["seed"] for record in learned} & {record["seed"] for record in adam}
+    if not orders:
+        return ["", "", ""]
+    means = [figure([record for record in own if record["seed"] in orders]) for own in (learned, adam)]
+    return [means[0][1], means[1][1], f"{round(means[0][0] - means[1][0], 1) + 0.0:+.1f}"]
+
+
 def beside(found: Found) -> str:
     """Return published top-1 beside ours, and the footing of each published column."""
     data = json.loads((Path(__file__).parent / "published_networks.json").read_text(encoding="utf-8"))
@@ -191,7 +225,7 @@ def main() -> None:
         )
     words = " ".join(f"--{name} {folder}" for name, folder in given.items() if folder is not None)
     command = f"`python benchmarks/others.py {words} --out {args.out}`"
-    parts = ["# Other networks", command, measured(found), protocol(found), beside(found)]
+    parts = ["# Other networks", command, measured(found), protocol(found), optimizers(found), beside(found)]
     with atomic(args.out / "others.md") as path:
         path.write_text("\n\n".join(part for part in parts if part) + "\n")
     if args.readme:

@@ -63,6 +63,15 @@ def test_the_table_has_means_over_domains_and_seeds_without_the_guard(others, fo
     assert list(others.short(found)) == ["ResNet-50, never reset", "PACS, art", "PACS, art by class"]
 
 
+def test_the_learned_optimizer_stands_beside_adam_on_the_orders_that_both_have(others, folder):
+    with open(folder / "streams.jsonl", "a") as file:
+        file.write(json.dumps(record("continual", "plus_adam", 43.5, seed=1)) + "\n")
+    lines = others.optimizers(others.columns({"resnet50": folder, "cifar10": None, "pacs": folder})).splitlines()
+    assert lines[-3] == "| top-1, % | mgtta+ | plus_adam | ahead by | mgtta | eq7_adam | ahead by |"
+    assert lines[-1] == "| ResNet-50, never reset | 42.0 | 43.5 | -1.5 |  |  |  |"
+    assert others.optimizers(others.columns({"resnet50": None, "cifar10": None, "pacs": folder})) == ""
+
+
 def test_published_errors_stand_beside_as_accuracy_with_their_footing(others, folder):
     text = others.beside(others.columns({"resnet50": folder, "cifar10": None, "pacs": None}))
     assert "| noadapt | 21.0 | 18.0 |" in text
