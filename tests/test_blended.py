@@ -10,7 +10,8 @@ from torch import nn
 
 import mgtta
 from mgtta._lib.timm import timm
-from mgtta.adaptation.gathered import BY_IMAGE_RATE, come_few
+from mgtta.adaptation.gathered import come_few
+from mgtta.adaptation.normalising import BY_IMAGE_RATE
 from mgtta.adaptation.wrapper import innermost
 from mgtta.models.blended import SINGLE_SHARE, blended_norm, can_blend, single_norm
 from mgtta.models.statistics import use_batch_statistics, use_running_statistics

@@ -148,3 +148,19 @@ def test_depthwise_convolutions_have_the_gradient_of_autograd(kernel, bias):
 def test_other_convolutions_are_not_depthwise(more):
     layer = nn.Conv2d(4, **{"out_channels": 4, "kernel_size": 3, "padding": 1, "groups": 4, **more})
     assert not is_depthwise(layer.requires_grad_(False))
+
+
+class Standardised(nn.Conv2d):
+    """Does something else with its weights than a plain convolution."""
+
+    def forward(self, x):
+        return self._conv_forward(x, self.weight - self.weight.mean(), self.bias)
+
+
+def test_convolutions_with_a_forward_function_of_their_own_are_not_depthwise():
+    settings = {"in_channels": 4, "out_channels": 4, "kernel_size": 3, "padding": 1, "groups": 4}
+    assert not is_depthwise(Standardised(**settings).requires_grad_(False))
+    layer = nn.Conv2d(**settings).requires_grad_(False)
+    assert is_depthwise(layer)
+    layer.forward = lambda x: x
+    assert not is_depthwise(layer)

@@ -12,9 +12,10 @@ from test_methods import GRADIENT, RECIPES, make, same, suitable
 import mgtta
 from mgtta._lib.files import read_tree, write_tree
 from mgtta._lib.ranks import Alone, share
-from mgtta.adaptation.gathered import FEW_IMAGES, blended
+from mgtta.adaptation.normalising import of_stream_and_source
 from mgtta.adaptation.scheduled import BURST
 from mgtta.adaptation.shift import Arriving
+from mgtta.adaptation.turns import FEW_IMAGES
 from mgtta.adaptation.wrapper import innermost
 from mgtta.cli import options
 from mgtta.data.glyphs import Glyphs
@@ -376,7 +377,7 @@ def test_the_statistics_of_the_source_fade():
     x = torch.randn(64, 8, 5, 5) + 3
     for one in x.split(1):
         method.statistics.update(0, one)
-    mean, var = blended(method.statistics, 0, layer)
+    mean, var = of_stream_and_source(method.statistics, 0, layer)
     torch.testing.assert_close(mean, 0.2 * 100 + 0.8 * method.statistics.mean_0)
     torch.testing.assert_close(var, 0.2 * layer.running_var + 0.8 * method.statistics.var_0)
 

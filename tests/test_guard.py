@@ -13,10 +13,10 @@ import mgtta
 from mgtta._lib.files import read_tree, write_tree
 from mgtta.adaptation import guarded as guarding
 from mgtta.adaptation.content import has_content
-from mgtta.adaptation.gathered import FEW_IMAGES
 from mgtta.adaptation.guarded import Guard, Guarded
 from mgtta.adaptation.method import Method
 from mgtta.adaptation.step import Pass
+from mgtta.adaptation.turns import FEW_IMAGES
 from mgtta.adaptation.watch import CREDIT, OF_SOURCE, Watch, blended, repeats, what_is_lost
 from mgtta.data.corruptions import CORRUPTIONS, corrupt
 from mgtta.data.glyphs import Glyphs

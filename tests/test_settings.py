@@ -73,7 +73,7 @@ def test_betas_reach_the_optimizer(name):
     source = mgtta.source_statistics(model, images(16))
     method = mgtta.create(name, model, source=source, betas=(0.6, 0.98))
     assert method.optimizer.param_groups[0]["betas"] == (0.6, 0.98)
-    for wrong in (0.8, (0.8,), (0.8, 1.0)):
+    for wrong in (0.8, (0.8,), (0.8, 1.0), (None, 0.9), ("a", "b")):
         with pytest.raises(ValueError, match="betas must be two numbers"):
             mgtta.create(name, model, source=source, betas=wrong)
     with pytest.raises(ValueError, match="unknown setting of eq7_sgd"):

@@ -10,7 +10,8 @@ from test_nested import Outer
 from torch import nn
 
 import mgtta
-from mgtta.adaptation.gathered import BY_IMAGE_RATE, Gathered
+from mgtta.adaptation.gathered import Gathered
+from mgtta.adaptation.normalising import BY_IMAGE_RATE
 from mgtta.adaptation.recalled import Recalled
 from mgtta.adaptation.turns import (
     ASKED_BATCHES,
@@ -276,19 +277,19 @@ def test_then_batches_are_predicted_and_learned_from_image_by_image():
     _, twin = plus(lr=1e-2 * BY_IMAGE_RATE, gather=0, **BARE)
     set_one_by_one(innermost(twin).model)
     x = images(32)
-    method.turns.come = True
+    method.normalisation.turns.come = True
     torch.testing.assert_close(method.predict(x), one_by_one(model)(x))
     torch.testing.assert_close(method(x), twin(x))
     for name, value in innermost(method).adapted.items():
         torch.testing.assert_close(value, dict(innermost(twin).adapted)[name])
     assert not innermost(method).statistics.images.any()
     method.reset()
-    assert not method.turns.come
+    assert not method.normalisation.turns.come
 
 
 def test_a_guard_asks_the_source_image_by_image_then():
     model, method = plus(**BARE, guard=True)
-    method.method.turns.come = True
+    method.method.normalisation.turns.come = True
     x = images(32)
     assert not method.reference.by_batch(32)
     asked, _ = method.reference.ask(x, torch.arange(32))
@@ -372,7 +373,7 @@ def test_a_stream_of_one_class_after_another_is_not_spoilt(colours):
     right = 0
     for x, classes in zip(colour_stream(sorted_classes), sorted_classes, strict=True):
         right += int((method(x).argmax(1) == torch.tensor(classes)).sum())
-    assert method.turns.come
+    assert method.normalisation.turns.come
     assert actions(method) == ["one by one"]
     assert right > 0.8 * 64 * len(sorted_classes)
     mixed_classes = [mixed(64, seed=k).tolist() for k in range(2 * BACK_BATCHES)]
@@ -409,17 +410,17 @@ def test_a_spent_budget_still_follows_the_stream(colours):
     for x in colour_stream([[k % CLASSES] * 64 for k in range(8)]):
         method(x)
     assert method.updates == 1
-    assert method.turns.come
+    assert method.normalisation.turns.come
 
 
 def test_a_new_domain_does_not_make_turns_forgotten(colours):
     model, source = colours
     method = mgtta.create("mgtta+", model, source=source, recall=2, mirror=False)
-    method.method.turns.come = True
+    method.method.normalisation.turns.come = True
     method._load(method._state())
-    assert method.method.turns.come
+    assert method.method.normalisation.turns.come
     method.reset()
-    assert not method.method.turns.come
+    assert not method.method.normalisation.turns.come
 
 
 @pytest.mark.parametrize("settings", [{}, {"guard": True}, {"recall": 2}, {"gather": 96}])
@@ -445,7 +446,7 @@ def test_a_state_of_an_earlier_version_knows_nothing_of_turns(colours):
     for name in ("turns", "log"):
         del older["gather"][name]
     method.load_state_dict(older)
-    assert not method.turns.come
+    assert not method.normalisation.turns.come
     assert method.events == []
 
 
@@ -504,9 +505,9 @@ def test_the_source_model_is_moved_but_not_saved_with_the_method(colours):
     assert not any("unlearned" in name for name in outer.state_dict())
     assert str(outer.load_state_dict(outer.state_dict())) == "<All keys matched successfully>"
     outer.double()
-    assert {p.dtype for p in method.unlearned.parameters()} == {torch.float64}
+    assert {p.dtype for p in method.normalisation.unlearned.parameters()} == {torch.float64}
     twin = copy.deepcopy(method)
-    assert twin.unlearned is not method.unlearned
+    assert twin.normalisation.unlearned is not method.normalisation.unlearned
 
 
 def test_a_guard_that_goes_back_keeps_what_was_noted(colours):
@@ -519,13 +520,50 @@ def test_a_guard_that_goes_back_keeps_what_was_noted(colours):
     inside = [find(method, kind).log for kind in (Gathered, Recalled)]
     known = copy.deepcopy(inside)
     assert "one by one" in actions(method)
+    normalisation = find(method, Gathered).normalisation
+    assert not early["method"]["gather"]["turns"]["come"]
     for state in (early, None):
         method._restore(state)
         assert inside == known
         assert "one by one" in actions(method)
+        assert normalisation.turns.come
     method.reset()
     assert method.events == []
+    assert not normalisation.turns.come
     assert find(method, Gathered).log == Log()
+
+
+def test_images_that_pass_while_a_guard_rests_are_counted_by_all(colours):
+    """So events stay in the order in which they happened."""
+    method = created(colours, guard=True, recall=2)
+    stream = sorted_stream(9)
+    method(stream[0])
+    method.watch.rest_until = 3 * 64
+    for x in stream[1:3]:
+        method(x)
+    for x in stream[3:]:
+        method(x)
+    assert method.watch.images == find(method, Gathered).log.images == find(method, Recalled).log.images == 9 * 64
+    [event] = [event for event in method.events if event["action"] == "one by one"]
+    assert event["image"] > 3 * 64
+
+
+def test_in_the_shadow_a_guard_answers_with_the_source_model_itself(colours):
+    method = created(colours, guard=True)
+    for x in sorted_stream(6):
+        method(x)
+    assert method.method.normalisation.turns.come
+    method.watch.shadow = True
+    x = coloured([0] * 64, seed=9)
+    expected = colours[0](x)
+    assert torch.equal(method.predict(x), expected)
+    assert torch.equal(method(x), expected)
+
+
+def test_a_state_of_a_network_that_blends_statistics_does_not_fit_one_that_does_not(colours):
+    state = created(colours).state_dict()
+    with pytest.raises(ValueError, match="give the source_share"):
+        created(colours, source_share=0.0).load_state_dict(state)
 
 
 def test_learning_later_does_not_depend_on_who_has_looked(colours):
@@ -545,14 +583,14 @@ def test_guard_and_gather_ask_one_copy_of_the_source(colours):
     method = created(colours, guard=True, recall=2)
     gathered = find(method, Gathered)
     assert gathered is method.method.method
-    assert method.reference.unlearned is gathered.unlearned
+    assert method.reference.unlearned is gathered.normalisation.unlearned
     assert find(created(colours), type(method)) is None
 
 
 def test_a_stream_of_the_service_has_turns_of_its_own_and_marks_them(colours):
     first = created(colours, guard=True)
     method = stream_copy(first)
-    assert method.reference.unlearned is method.method.unlearned is first.method.unlearned
+    assert method.reference.unlearned is method.method.normalisation.unlearned is first.method.normalisation.unlearned
     stream = Stream("a", method, update_images=16)
     for x in sorted_stream(6):
         stream.answer(x)
@@ -565,5 +603,5 @@ def test_networks_without_batchnorm_know_no_turns():
     model = mgtta.load_model(convnet("group"))
     source = mgtta.source_statistics(model, images(32, seed=9))
     method = mgtta.create("mgtta+", model, source=source, recall=0, mirror=False)
-    assert method.turns is None
+    assert method.normalisation.turns is None
     assert "turns" not in method.state_dict()["gather"]

@@ -112,6 +112,8 @@ class Guarded(Wrapper):
         watch = self.watch
         if watch.resting:
             watch.images += len(x)
+            for wrapper in wrappers(self.method):  # which do not see these images
+                wrapper.log.images += len(x)
             return Pass(self.reference(x))
         self.shown = has_content(x)
         if bool(self.shown.all()):
@@ -166,7 +168,7 @@ class Guarded(Wrapper):
         if not all_images:
             which = self.reference.sample(len(x), watch.images)
         which = which.to(seen.logits.device)
-        whole = self.reference.by_batch(len(x))  # before the verdict, which may load another state
+        by_itself = self.reference.by_itself(len(x))  # before the verdict, which may load another state
         asked, steady = self.reference.ask(x, which)
         watch.take(*what_is_lost(asked, seen.logits[which]), self.guard.window)
         watch.compare(steady)
@@ -177,18 +179,9 @@ class Guarded(Wrapper):
         else:
             self._judge()
         if by_source:
-            return Pass(self._of_source(x, asked, whole), seen.features)
+            own = asked if by_itself and len(asked) == len(x) else self.reference(x)
+            return Pass(own, seen.features)
         return Pass(self._of_both(seen.logits, which, asked), seen.features)
-
-    def _of_source(self, x: Tensor, asked: Tensor, whole: bool) -> Tensor:
-        """Return the source's logits of x, given those that were asked for.
-
-        Args:
-            whole: these were normalised by the whole batch, which is not how the source predicts by itself.
-        """
-        if len(asked) == len(x) and not whole:
-            return asked
-        return self.reference(x)
 
     def _of_both(self, logits: Tensor, which: Tensor, asked: Tensor) -> Tensor:
         """Return the method's logits; in doubt, the answer of both models where the source was asked."""
@@ -257,10 +250,15 @@ class Guarded(Wrapper):
             watch.events.append({"image": watch.images, "action": action, **self.signals()})
 
     def _restore(self, state: dict[str, Any] | None) -> None:
-        """Go back to this state, or to the start, at the present pace; what was counted stays counted."""
+        """Go back to this state, or to the start, at the present pace.
+
+        What was counted stays counted, and what is known of the stream stays known.
+        """
         counted = (self.updates, self.skipped, self.seconds)
         inside = list(wrappers(self.method))
         logs = [wrapper.log for wrapper in inside]
+        normalisation = self.reference.normalisation
+        turns = None if normalisation is None else normalisation.turns
         if state is None:
             self.method.reset()
         else:
@@ -268,6 +266,8 @@ class Guarded(Wrapper):
         self.engine.updates, self.engine.skipped, self.seconds = counted
         for wrapper, log in zip(inside, logs, strict=True):
             wrapper.log = log
+        if normalisation is not None:
+            normalisation.turns = turns
         self._set_rates()
 
     def _set_rates(self) -> None:

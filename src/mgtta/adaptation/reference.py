@@ -6,13 +6,13 @@ by what was learned. In very small batches such statistics are poor: the source 
 statistics a little of each image's, as the method does (models/blended.py), also where classes come in turn (turns.py).
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
-from mgtta.adaptation.gathered import FEW_IMAGES, Gathered, predicted_one_by_one
+from mgtta.adaptation.gathered import Gathered
 from mgtta.adaptation.method import Method
+from mgtta.adaptation.normalising import Normalisation, predicted_by_image
+from mgtta.adaptation.turns import FEW_IMAGES
 from mgtta.adaptation.wrapper import Wrapper, find, source_model, unlearned_model
 from mgtta.models.classifier import Classifier
 from mgtta.models.norms import batch_norms
@@ -34,11 +34,11 @@ class Reference(nn.Module):
         super().__init__()
         self.source = source_model(method)
         self.unlearned: Classifier | None = None
-        self.one_by_one: Callable[[int], bool] = _never  # whether the method normalises so many images one by one
+        self.normalisation: Normalisation | None = None  # the method's, if it gathers
         gathered = find(method, Gathered)
         if gathered is not None:
-            self.unlearned = gathered.unlearned
-            self.one_by_one = gathered.one_by_one
+            self.normalisation = gathered.normalisation
+            self.unlearned = gathered.normalisation.unlearned
         adapting = method.model
         if self.unlearned is None and adapting._uses_batch_statistics and batch_norms(adapting.net):
             self.unlearned = unlearned_model(method)
@@ -50,7 +50,12 @@ class Reference(nn.Module):
 
     def by_batch(self, n: int) -> bool:
         """Return whether a batch of n images is normalised by its own statistics."""
-        return self.unlearned is not None and n >= FEW_IMAGES and not self.one_by_one(n)
+        by_image = self.normalisation is not None and self.normalisation.by_image(n)
+        return self.unlearned is not None and n >= FEW_IMAGES and not by_image
+
+    def by_itself(self, n: int) -> bool:
+        """Return whether the source is asked about images of a batch of n just as it predicts by itself."""
+        return not self.by_batch(n) and (self.unlearned is None or not self.unlearned.source_share)
 
     def sample(self, n: int, seed: int) -> Tensor:
         """Return the numbers of the images of a batch of n that are asked about (k,): a fair sample, or all.
@@ -76,19 +81,15 @@ class Reference(nn.Module):
         pixels = max(round(x.shape[-1] / MOVED), 1)
         moved = few.roll((pixels, pixels), (-2, -1))
         if self.unlearned is None or not self.by_batch(len(x)):
-            asked, again = self._one_by_one(torch.cat([chosen, moved])).split([len(chosen), len(few)])
+            asked, again = self._by_image(torch.cat([chosen, moved])).split([len(chosen), len(few)])
             still = asked[: len(few)]
         else:  # nothing may be added to the batch
             asked = self.unlearned(chosen)
             still, again = self.source(torch.cat([few, moved])).chunk(2)
         return asked, still.argmax(-1) == again.argmax(-1)
 
-    def _one_by_one(self, x: Tensor) -> Tensor:
+    def _by_image(self, x: Tensor) -> Tensor:
         """Return logits (n, C) that do not depend on the other images of x."""
         if self.unlearned is None or not self.unlearned.source_share:
             return self.source(x)
-        return predicted_one_by_one(self.unlearned, x)
-
-
-def _never(_n: int) -> bool:
-    return False
+        return predicted_by_image(self.unlearned, x)

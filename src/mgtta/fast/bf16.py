@@ -321,7 +321,12 @@ def _is_convolutional(model: Classifier) -> bool:
 
 
 def is_depthwise(layer: nn.Conv2d) -> bool:
-    """Return whether a frozen convolution filters each channel by itself and keeps the size of images."""
+    """Return whether a frozen convolution filters each channel by itself and keeps the size of images.
+
+    A subclass, or a layer with a forward function of the user's, may do something else with its weights.
+    """
+    if type(layer) is not nn.Conv2d or "forward" in vars(layer):
+        return False
     if layer.weight.requires_grad or layer.groups == 1 or layer.padding_mode != "zeros":
         return False
     if not layer.groups == layer.in_channels == layer.out_channels:

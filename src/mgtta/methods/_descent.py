@@ -70,7 +70,8 @@ class Descent:
 
 def _two_shares(betas: Any) -> tuple[float, float]:
     """Return betas as optimizers take them; a ValueError says what is invalid."""
-    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    two = isinstance(betas, tuple | list) and len(betas) == 2 and all(isinstance(beta, int | float) for beta in betas)
+    if not two or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be two numbers from 0 to below 1, such as (0.9, 0.99), not {betas!r}")
     return betas[0], betas[1]
 

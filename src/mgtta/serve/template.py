@@ -49,12 +49,13 @@ def _shared(method: Adapting) -> dict[int, Any]:
     shared += list(inner.origin)
     shared.append(inner.start)
     gathered = find(method, Gathered)
+    normalisation = None if gathered is None else gathered.normalisation
     guarded = find(method, Guarded)
     reference = None if guarded is None else guarded.reference
     for holder, attribute in (
         (inner, "source"),
         (inner.optimizer, "generator"),
-        (gathered, "unlearned"),
+        (normalisation, "unlearned"),
         (guarded, "guard"),
         (reference, "source"),
         (reference, "unlearned"),
