@@ -41,7 +41,7 @@ class Method(MethodState, Budgeted):
         random: the method's own random generator, on the CPU, if it draws numbers.
         ranks: the processes that share every batch; see `join`.
         start: the first snapshot, to which `reset` goes back; None before the first call.
-        events: what a guard did; see mgtta.Guard.
+        events: what a guard, recall or gather did, and why; see mgtta.Guard.
         pull: after each update the parameters move this share of the distance to the source.
         decay: the learning rate of an update after k others is lr / sqrt(1 + k / decay).
         waiting: images that were predicted and that the next update will learn from; see Gathered.

@@ -41,7 +41,7 @@ class Signals:
             all features: 0 if there is no drift. None without source statistics.
         shifts: shifts of the domain so far.
         shifted: True if the last shift was found in this batch.
-        alarms: events of a guard or of recall so far.
+        alarms: events so far: of a guard, of recall, or of a change of normalisation.
         events: the events of this batch.
         accuracy: estimate of the method's accuracy in percent; None without a calibration.
         source_accuracy: the same estimate for the source model on the same images.

@@ -124,10 +124,10 @@ class Recalled(Wrapper):
             return self.method.step(x, learn)
         self.model.check(x)
         self._settle()
-        x = x.to(next(self.model.parameters()).device, non_blocking=True)  # once, for both who look at it
+        x = x.to(next(self.model.parameters()).device, non_blocking=True)  # once, for recall and for the method
         self._measure_unlike(x)
         if x.is_cuda and len(x) < self._gathered:
-            seen = self.method.step(x, learn)  # first: the caller waits for it, and for a look nobody does
+            seen = self.method.step(x, learn)  # first: the caller waits only for the prediction
             self._hold(x, apart=True)
             return seen
         self._hold(x)  # a GPU has measured it before it ends the step

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from mgtta._lib.triton import tl, triton
 
+TILE = 1024  # values that a program has in hand
+
 
 @torch.library.custom_op("mgtta::qkv_backward", mutates_args=())
 def qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, weight: Tensor) -> Tensor:
@@ -54,9 +56,6 @@ class Normed(NamedTuple):
 def has_norm_kernel(x: Tensor) -> bool:
     """Return whether `norm_forward` takes x here: on a GPU, and not while a compiler traces, which fuses by itself."""
     return x.is_cuda and triton is not None and not torch.compiler.is_compiling()
-
-
-TILE = 1024  # values that a program has in hand
 
 
 def _rows_at_a_time(d: int) -> int:

@@ -104,7 +104,7 @@ def sentences(monitor: Monitor, signals: Signals | None) -> list[str]:
     if signals.alarms:
         last = signals.events[-1] if signals.events else monitor.seen.events[-1]
         times = _times(signals.alarms)
-        found.append(f"Guard, recall or normalisation changed {times}; the last change: {last.get('action')}.")
+        found.append(f"Guard, recall or normalisation acted {times}, the last time: {last.get('action')}.")
     if signals.gain is not None and monitor.calibration is not None:
         found.append(
             f"Estimated accuracy: {signals.source_accuracy:.0f} % without adaptation, {signals.accuracy:.0f} % with it."
