@@ -17,7 +17,7 @@ from test_serve import SIDE, WAIT_SECONDS, ask, pictures, serving, tent, until
 import mgtta
 from mgtta._lib.files import read_tree
 from mgtta.serve.app import create_app
-from mgtta.serve.cluster import Cluster, connect
+from mgtta.serve.cluster import Cluster, connect, stop
 from mgtta.serve.queue import ClosedError, Limits, OverloadedError, UnknownStreamError
 from mgtta.serve.store import StateFolder
 from mgtta.serve.stream import Stream
@@ -133,6 +133,28 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ImportError, match=r"pip install 'mgtta\[serve,ray\]'"):
         connect("auto")
+
+
+@with_ray
+@with_rays_warnings
+def test_stopping_waits_longer_than_ray_serve_but_not_for_ever(monkeypatch):
+    calls = []
+
+    def delete(app):
+        calls.append(app)
+        if len(calls) < 3:
+            raise TimeoutError("it has not stopped in 60 seconds")
+
+    monkeypatch.setattr("ray.serve.delete", delete)
+    stop("mgtta")
+    assert calls == ["mgtta"] * 3
+
+    calls.clear()
+    monkeypatch.setattr("mgtta.serve.cluster.START_SECONDS", -1)
+    monkeypatch.setattr("mgtta.serve.cluster.STOP_SECONDS", 0)
+    with pytest.raises(TimeoutError, match="not stopped"):
+        stop("mgtta")
+    assert calls == ["mgtta"]
 
 
 # --- on a local cluster

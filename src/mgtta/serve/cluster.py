@@ -310,12 +310,14 @@ class Cluster:
     def _disconnect(self) -> None:
         from ray import serve
 
-        serve.delete(self.app)
-        if not serve.status().applications:
-            serve.shutdown()
-        if self._ours:
-            self._ray.shutdown()
-        self.store.close()
+        try:
+            stop(self.app)
+            if not serve.status().applications:
+                serve.shutdown()
+        finally:
+            if self._ours:
+                self._ray.shutdown()
+            self.store.close()
 
     def __enter__(self) -> "Cluster":
         return self
@@ -357,7 +359,7 @@ def deploy(app: str, arguments: tuple[Any, ...], replicas: int) -> Any:
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(proxy_location="Disabled", logging_config=quiet)  # the front speaks HTTP itself
-    serve.delete(app)  # a front that was lost has left it; its replicas save their streams
+    stop(app)  # a front that was lost has left it
     router = RequestRouterConfig(request_router_class=ROUTER, request_router_kwargs={"num_fallback_replicas": 0})
     deployment = serve.deployment(
         name="streams",
@@ -382,3 +384,20 @@ def deploy(app: str, arguments: tuple[Any, ...], replicas: int) -> Any:
             )
         time.sleep(0.1)
     return handle
+
+
+def stop(app: str) -> None:
+    """Stop an application, if it runs; its replicas answer what waits and save their streams.
+
+    Ray Serve waits for a minute only. A replica that has just been lost starts again before it stops.
+    """
+    from ray import serve
+
+    end = time.monotonic() + START_SECONDS + STOP_SECONDS
+    while True:
+        try:
+            serve.delete(app)
+            return
+        except TimeoutError:
+            if time.monotonic() > end:
+                raise
