@@ -10,10 +10,10 @@ minute, to estimate the accuracy without labels.
 import argparse
 import itertools
 import signal
-import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -92,11 +92,10 @@ def main() -> None:
         characters, classes = Glyphs(CLEAN_IMAGES, seed=VALIDATION_SEED).tensors()
         calibration = mgtta.calibrate(template(METHOD, model, **settings), characters, classes)
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            how = {"settings": settings, "calibration": calibration, "labels": labels}
+        how = {"settings": settings, "calibration": calibration, "labels": labels}
+        with suppress(KeyboardInterrupt):  # not raised where the parent process ignores Ctrl-C
             serve(model, METHOD, Path(folder), port=port, started=started, **how)
-        except KeyboardInterrupt:
-            sys.stdout.write("stopped\n")
+    print("stopped")
 
 
 if __name__ == "__main__":
