@@ -3,7 +3,7 @@
     python benchmarks/headline.py                      # after benchmarks/streams.py or benchmarks/speed.py
     python benchmarks/headline.py results/imagenet     # also headline.md in that folder
 
-Both write the sentence on the gain, the table of streams (at most eight rows, the best first) and the cost between
+Both write the table of gains, the table of streams (at most eight rows, the best first) and the cost between
 their marks in README.md and docs/index.md. With folders of records of `mgtta bench`, headline.md there has all tables
 with all rows; a table is also written to the README if that has its marks.
 """
@@ -31,19 +31,17 @@ Record = dict[str, Any]
 
 ROOT = Path(__file__).parent.parent
 ROWS = 8  # most of a table in the README
-NARROW = "\u202f%"  # holds a figure and its sign together while lines are broken
 STREAMS_PAGE = "results/streams.md"  # has all rows of the table of streams
 KIND_WORDS = {  # kind of stream -> what it is; the first one is the headline
     "continual": "15 corruptions one after another, never reset",
-    "reset": "reset before each corruption",
-    "rounds": "the last of ten rounds",
+    "reset": "the same, reset before each",
+    "rounds": "the same ten times, the last round",
     "mixed": "all corruptions mixed",
-    "one": "image by image",
-    "labels": "sorted by class",
+    "one": "one after another, image by image",
+    "labels": "one after another, sorted by class",
     "gradual": "severity rising and falling",
     "clean": "clean images",
 }
-KIND_NAMES = {"rounds": "last round", "one": "image by image", "labels": "by class"}
 OTHERS = {  # title -> experiment, and column; None: the mean, or the only one
     "continual": ("continual", None),
     "mixed": ("mixed", None),
@@ -126,27 +124,21 @@ def _ranked(accuracy: dict[str, dict[str, Figure]], columns: Sequence[str]) -> l
     return sorted(accuracy, key=lambda row: -accuracy[row].get(by, last).mean)
 
 
-def gain_words(records: Sequence[Record]) -> str:
-    """Return a sentence on what mgtta+ gains on each kind of stream, and one on Adam in place of the generator."""
+def gain(records: Sequence[Record]) -> str:
+    """Return a table of what mgtta+ gains on each kind of stream, and Adam in the generator's place; and a caption."""
     [section] = sections(_of_streams(records))
     rows = {method: over_kinds(section, row, "top1") for row, method in section.rows.items()}
-    before, after, adam = (rows.get(name, {}) for name in ("noadapt", "mgtta_plus", "plus_adam"))
-    kinds = [kind for kind in KIND_WORDS if kind in before and kind in after]
-
-    def change(kind: str) -> str:
-        return f"{before[kind].mean:.1f} → {after[kind].mean:.1f} %"
-
-    first, *others = kinds
-    seeds = len({r["seed"] for r in section.records if r["kind"] == first and r["method"] == "mgtta_plus"})
-    number = "one seed" if seeds == 1 else f"{seeds} seeds"
-    text = f"**{change(first)}** top-1: DeiT-Tiny on ImageNet images, {KIND_WORDS[first]} ({number}). "
-    if others:
-        text += "Other streams: " + "; ".join(f"{KIND_WORDS[kind]} {change(kind)}" for kind in others) + ". "
-    compared = [kind for kind in kinds if kind in adam]
-    if compared:
-        parts = ", ".join(f"{KIND_NAMES.get(kind, kind)} {adam[kind].mean:.1f}" for kind in compared)
-        text += f"With Adam in place of the learned optimizer (`plus_adam`), in percent: {parts}."
-    return textwrap.fill(text.replace(" %", NARROW), 118).replace(NARROW, " %")
+    found = [rows.get(name, {}) for name in ("noadapt", "mgtta_plus", "plus_adam")]
+    kinds = [kind for kind in KIND_WORDS if all(kind in cells for cells in found[:2])]
+    lines = [
+        [KIND_WORDS[kind], *(_plus_minus(cells.get(kind), cells is found[1]) for cells in found)] for kind in kinds
+    ]
+    seeds = len({r["seed"] for r in section.records if r["kind"] == kinds[0] and r["method"] == "mgtta_plus"})
+    caption = (
+        "*Top-1 in percent, DeiT-Tiny on ImageNet images at severity 5; `plus_adam` has Adam in place of the learned\n"
+        f"optimizer; {seeds} orders of the images where there is a spread. All methods: [streams]({STREAMS_PAGE}).*"
+    )
+    return table(["stream", "without", "`mgtta+`", "`plus_adam`"], lines, right=True) + f"\n\n{caption}"
 
 
 def _row_names(section: Section) -> dict[str, str]:
@@ -417,7 +409,7 @@ def marked(rest: str = STREAMS_PAGE) -> dict[str, str]:
     """
     records = read_lines(ROOT / "results" / "streams.jsonl")
     streams_table = in_readme(records, rest)["streams"]
-    return {"gain": gain_words(records), "cost": cost(), "speed": speed(), "streams": streams_table}
+    return {"gain": gain(records), "cost": cost(), "speed": speed(), "streams": streams_table}
 
 
 def of_site(text: str) -> str:
