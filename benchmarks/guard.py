@@ -1,17 +1,19 @@
 """Streams made to break adaptation: each method as it is, and under a guard.
 
-    python benchmarks/guard.py imagenet --data SHARDS --weights DEIT_TINY --workers 15 --out results
-    python benchmarks/guard.py resnet50 --data SHARDS --weights RESNET50 --workers 15 --out results
+    python benchmarks/guard.py imagenet --data DATA --weights WEIGHTS --workers 15 --out results
+    python benchmarks/guard.py resnet50 --data DATA --weights WEIGHTS --workers 15 --out results
+    python benchmarks/guard.py cifar10 --data DATA --weights WEIGHTS --workers 2 --out results
     python benchmarks/guard.py characters --workers 2 --out results
-    python benchmarks/guard.py settings --data SHARDS --weights DEIT_TINY --workers 15 --out results
+    python benchmarks/guard.py settings --network deit_tiny --data DATA --weights WEIGHTS --workers 15 --out results
     python benchmarks/guard.py page --out results
 
 `imagenet` takes DeiT-Tiny and shards 1 and 2 under the fifteen corruptions; its source statistics and Fisher
-information are of shard 0. `resnet50` takes a quarter of the cells; so does `characters`, with the embedded ones.
+information are of shard 0. `resnet50` takes a quarter of the cells; so do `cifar10`, a ResNet-56 on the first 2,000
+test images of CIFAR-10 (benchmarks/cifar.py), and `characters`, with the embedded ones.
 Each cell, one method at one rate on one stream, is a line of JSON in OUT/guard.jsonl as soon as it has finished; one
 that is there is not run again. `page` writes OUT/guard.md from it. With --alone the benign cells run one at a time,
 plain and guarded taking every batch in turn, so that the ratio of their times is of one run. `settings` changes one
-setting of the guard at a time, on a few streams of shard 0 under the validation corruptions: there the guard is chosen.
+setting of the guard at a time, on a few streams of validation images under the validation corruptions.
 """
 
 import argparse
@@ -27,16 +29,17 @@ from guard_page import line, page
 from guard_streams import BENIGN, CHANGED, FOUR, IMAGES, LONG, SINGLE, TUNED, Cell, Row, Settings, cells, plan
 from pages import read_lines
 from processes import in_processes
+from stream_images import NETWORKS, corrupted, held_images
 from torch import Tensor
 
 import mgtta
 from mgtta._lib.files import atomic
-from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS, corrupt
+from mgtta.data.corruptions import CORRUPTIONS, VALIDATION_CORRUPTIONS
 from mgtta.data.glyphs import TRAIN_SEED, Glyphs
 from mgtta.methods.registry import recipe
 
-CORRUPTED_AT_ONCE = 50  # images
 UNSEEN = 19  # a seed of characters on which nothing was ever chosen
+NETWORK_OF = {"imagenet": "deit_tiny", "resnet50": "resnet50", "cifar10": "cifar10"}  # in stream_images.NETWORKS
 
 
 class Bench:
@@ -51,7 +54,7 @@ class Bench:
         self.labels = made["labels"]
         self.domains = made["domains"]
         self.sets = made["sets"]
-        self.model = load(what, made["weights"], device)
+        self.model = load(made["network"], made["weights"], device)
         self.needs = {
             "source": mgtta.source_statistics(self.model, made["clean"].to(device)),
             "fisher": mgtta.fisher_information(self.model, made["clean"][:256].to(device)),
@@ -126,12 +129,10 @@ def counted(guarded: Any) -> list[int]:
     return found
 
 
-def load(what: str, weights: str, device: str) -> mgtta.Classifier:
-    if what == "characters":
+def load(network: str | None, weights: str, device: str) -> mgtta.Classifier:
+    if network is None:
         return mgtta.load_model("glyphs_vit")
-    if what == "resnet50":
-        return mgtta.load_model("keras_resnet50", checkpoint=weights).to(device)
-    return imagenet.deit_tiny(Path(weights), device)
+    return mgtta.load_model(NETWORKS[network].model, checkpoint=weights).to(device)
 
 
 def right(model: mgtta.Classifier, x: Tensor, labels: Tensor, device: str) -> Tensor:
@@ -141,31 +142,27 @@ def right(model: mgtta.Classifier, x: Tensor, labels: Tensor, device: str) -> Te
 
 def make(args: argparse.Namespace) -> None:
     """Write the images under all corruptions for the processes to read."""
-    domains = (FOUR, CORRUPTIONS)
-    if args.what == "characters":
+    four, many = FOUR, CORRUPTIONS
+    constants = "imagenet"
+    if args.network is None:
         x, labels = Glyphs(IMAGES, UNSEEN).tensors()
         clean = Glyphs(512, seed=TRAIN_SEED).tensors()[0]
     else:
-        first = imagenet.shard(args.clean or args.data, 0)
+        args.streams = "validation" if args.what == "settings" else "test"
+        first, held = held_images(args)
         if args.what == "settings":
-            held = first.part(imagenet.CHOOSING)
-            clean = first.part(imagenet.TRAINING).x
-            domains = (VALIDATION_CORRUPTIONS, VALIDATION_CORRUPTIONS)
-        else:
-            held = imagenet.shard(args.data, 1, 2)
-            clean = first.x
-        x = held.x
-        labels = held.labels
-    x = x.to(args.device)
-    sets = {"clean": x.cpu()}
-    for name in domains[1]:
-        parts = zip(x.split(CORRUPTED_AT_ONCE), torch.arange(len(x)).split(CORRUPTED_AT_ONCE), strict=True)
-        sets[name] = torch.cat([corrupt(part, name, index=index).cpu() for part, index in parts])
+            first = first.part(imagenet.TRAINING)
+            four = many = VALIDATION_CORRUPTIONS
+        clean = first.x
+        x, labels = held.x[:IMAGES], held.labels[:IMAGES]
+        constants = NETWORKS[args.network].constants
+    sets = {"clean": x} | {name: corrupted(x, name, 5, constants, args.device) for name in many}
     weights = str(args.weights)
-    model = load(args.what, weights, args.device)
-    made = {"sets": sets, "labels": labels, "clean": clean, "weights": weights, "domains": domains}
+    model = load(args.network, weights, args.device)
+    made = {"sets": sets, "labels": labels, "clean": clean, "weights": weights, "domains": (four, many)}
+    made["network"] = args.network
     with torch.no_grad():
-        made["right"] = {name: right(model, x, labels, args.device) for name, x in sets.items()}
+        made["right"] = {name: right(model, images, labels, args.device) for name, images in sets.items()}
     args.folder.mkdir(parents=True, exist_ok=True)
     torch.save(made, args.folder / f"{args.what}.pt")
 
@@ -200,7 +197,7 @@ def measure(args: argparse.Namespace) -> None:
     setup = (args.what, args.device, args.folder)
     seconds = args.seconds - (time.monotonic() - began)
     for _, result in in_processes(todo, work, begin, setup, workers, seconds):
-        row = {"data": args.what, "device": args.device, **result, "command": command(args)}
+        row = {"data": args.what, "network": args.network, "device": args.device, **result, "command": command(args)}
         with open(path, "a") as file:
             file.write(json.dumps(row) + "\n")
         print(line(row), flush=True)
@@ -216,8 +213,9 @@ def known(args: argparse.Namespace) -> dict[Cell, float]:
 
 
 def command(args: argparse.Namespace) -> str:
-    weights = {"imagenet": "DEIT_TINY", "settings": "DEIT_TINY", "resnet50": "RESNET50"}
-    data = f" --data SHARDS --weights {weights[args.what]}" if args.what in weights else ""
+    data = "" if args.network is None else " --data DATA --weights WEIGHTS"
+    if args.what == "settings":
+        data += f" --network {args.network}"
     how = " --alone" if args.alone else f" --workers {args.workers}"
     if args.plain is not None and not args.alone:
         how += " --plain EARLIER"
@@ -226,10 +224,10 @@ def command(args: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("imagenet", "resnet50", "characters", "settings", "page"))
-    parser.add_argument("--data", type=Path, help="folder of the shards imagenet-val5k-0000{1,2}.tar")
-    parser.add_argument("--clean", type=Path, help="folder of shard 0, if it is another")
-    parser.add_argument("--weights", type=Path, help="of deit_tiny_patch16_224, or of keras_resnet50")
+    parser.add_argument("what", choices=(*NETWORK_OF, "characters", "settings", "page"))
+    parser.add_argument("--data", type=Path, help="folder of the shards, or of CIFAR-10's .npz files")
+    parser.add_argument("--weights", type=Path, help="the network's weights")
+    parser.add_argument("--network", choices=NETWORK_OF.values(), default="deit_tiny", help="of `settings`")
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--folder", type=Path, default=Path("runs/guard"), help="for the corrupted images")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -239,6 +237,8 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="take the images that an earlier command made")
     parser.add_argument("--seconds", type=float, default=1e6, help="stop after so long")
     args = parser.parse_args()
+    if args.what != "settings":
+        args.network = NETWORK_OF.get(args.what)
     if args.what != "page":
         measure(args)
     with atomic(args.out / "guard.md") as temporary:

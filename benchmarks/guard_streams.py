@@ -64,6 +64,7 @@ TITLES = {
     "imagenet": "ImageNet images, DeiT-Tiny",
     EARLIER[0]: "ImageNet images, DeiT-Tiny: the guard of the second test, where the present one is not tested",
     "resnet50": "ImageNet images, ResNet-50",
+    "cifar10": "CIFAR-10 images, ResNet-56",
     "characters": "Embedded characters, glyphs_vit",
 }
 BENIGN = ("mixed 64", "continual 64", "labels 64", "noise 64")  # at default rates

@@ -67,19 +67,19 @@ def make(args: argparse.Namespace) -> Path:
     size = "" if args.images is None else f"_{args.images}"
     path = args.folder / f"{args.network}_{args.streams}{size}.pt"
     network = NETWORKS[args.network]
-    clean, held = READERS[network.data](args)
+    clean, held = held_images(args)
     names = CORRUPTIONS if args.streams == "test" else VALIDATION_CORRUPTIONS
     most = args.images
     if args.streams == "trial" and most is None:
         most = network.trial
     held = held.part(slice(0, most))
     sets = {"clean": held.x}
-    sets |= {name: _corrupted(held.x, name, 5, network.constants, args.device) for name in names}
+    sets |= {name: corrupted(held.x, name, 5, network.constants, args.device) for name in names}
     if "gradual" in args.kinds.split(","):
         for name in names:
             for severity in sorted(set(GRADUAL)):
                 few = held.x[:GRADUAL_IMAGES]
-                sets[f"{name}/{severity}"] = _corrupted(few, name, severity, network.constants, args.device)
+                sets[f"{name}/{severity}"] = corrupted(few, name, severity, network.constants, args.device)
     lengths = [len(images) for images in sets.values()]
     made = {
         "images": torch.cat(list(sets.values())),
@@ -97,6 +97,15 @@ def make(args: argparse.Namespace) -> Path:
     }
     torch.save(made, path)
     return path
+
+
+def held_images(args: argparse.Namespace) -> tuple[imagenet.Held, imagenet.Held]:
+    """Return a network's clean images for statistics, and those that are corrupted: its test images, or others.
+
+    Args:
+        args: with `network`, a name in NETWORKS, `streams`, "test" or another word, and `data`, a folder.
+    """
+    return READERS[NETWORKS[args.network].data](args)
 
 
 def _imagenet(args: argparse.Namespace) -> tuple[imagenet.Held, imagenet.Held]:
@@ -133,7 +142,8 @@ def _pacs(args: argparse.Namespace) -> tuple[imagenet.Held, imagenet.Held]:
 READERS = {"imagenet": _imagenet, "cifar10": _cifar10, "pacs": _pacs}
 
 
-def _corrupted(x: Tensor, name: str, severity: int, constants: str, device: str) -> Tensor:
+def corrupted(x: Tensor, name: str, severity: int, constants: str, device: str) -> Tensor:
+    """Return images x (n, 3, H, W) under a corruption, on the CPU; the device computes a few at a time."""
     at_once = CORRUPTED_AT_ONCE // (x.shape[-2] * x.shape[-1])
     parts = zip(x.split(at_once), torch.arange(len(x)).split(at_once), strict=True)
     return torch.cat(

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from stream_images import NETWORKS, READERS, make
+from stream_images import NETWORKS, held_images, make
 from torch import Tensor
 
 import mgtta
@@ -52,7 +52,7 @@ def streams(kind: str, made: dict, args: argparse.Namespace) -> Iterator[tuple[T
 
 def few(made: dict, args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield batches in which each image comes in all corruptions and severities, sorted by class."""
-    _, held = READERS[NETWORKS[args.network].data](args)
+    _, held = held_images(args)
     versions = len(VALIDATION_CORRUPTIONS) * len(SEVERITIES)
     chosen = held.labels.argsort(stable=True)[: MOST_BATCHES * made["batch"] // versions]
     constants = NETWORKS[args.network].constants

@@ -315,8 +315,8 @@ def test_a_guard_asks_the_source_under_the_statistics_of_the_method(n):
     """So that nothing but what was learned makes a difference; at first nothing was."""
     _, method = plus(**BARE, guard=True)
     x = images(n)
-    asked, _ = method.reference.ask(x, torch.arange(n))
-    torch.testing.assert_close(asked, method.method.predict(x))
+    asked = method.reference.ask(x, torch.arange(n))
+    torch.testing.assert_close(asked.judge, method.method.predict(x))
 
 
 def test_an_export_after_single_images_has_the_statistics_of_the_source():

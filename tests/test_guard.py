@@ -314,7 +314,8 @@ def test_batch_norm_is_compared_with_what_normalises_alike():
     for x in stream(6, batch=32):
         held(x)
     assert held.watch.lost
-    assert max(held.watch.lost) < 1e-4  # nothing was learned: the two differ only by rounding
+    assert max(held.watch.lost) < 1e-4  # nothing was learned: nothing that the judge values is lost
+    assert held.watch.of_source == held.watch.of_method
 
 
 # --- the estimate
@@ -331,12 +332,17 @@ def test_the_source_model_shares_the_weights_that_the_fast_path_keeps_unrounded(
 def test_what_is_lost_by_the_source_s_own_judgement():
     asked = torch.tensor([[3.0, 0.0, 0.0], [0.0, 2.0, 0.0], [1.0, 0.0, 0.0]])
     logits = torch.tensor([[0.0, 5.0, 0.0], [0.0, 1.0, 0.0], [float("nan"), 0.0, 0.0]])
-    lost, sure, of_source, of_method = what_is_lost(asked, logits)
+    lost, sure, of_source, of_method = what_is_lost(asked, None, logits)
     q = asked.softmax(-1)
     assert lost.tolist() == pytest.approx([float(q[0, 0] - q[0, 1]), 0, float(q[2, 0])])
     assert torch.equal(sure, q.amax(-1))
     assert of_source.tolist() == [0, 1, 0]
     assert of_method.tolist()[:2] == [1, 1]
+    own = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
+    lost, *rest = what_is_lost(asked, own, logits)
+    assert lost.tolist() == pytest.approx([0, float(q[1, 2] - q[1, 1]), float(q[2, 0])])
+    assert torch.equal(rest[0], sure)
+    assert rest[1].tolist() == [0, 1, 0]
 
 
 def test_a_blended_answer_is_the_mean_of_both_probabilities():
@@ -437,13 +443,36 @@ def test_the_source_is_asked_about_moved_images_too(sure_model):
     x = images(16)
     both = sure_model(torch.cat([x, x[:8].roll((1, 1), (2, 3))])).detach()
     everything = torch.arange(16)
-    asked, steady = held.reference.ask(x, everything)
-    assert torch.equal(asked, both[:16])
-    assert torch.equal(steady, both[:8].argmax(1) == both[16:].argmax(1))
-    batchnorm = mgtta.create("tent", mgtta.load_model(convnet("batch")), guard=True)
-    asked, steady = batchnorm.reference.ask(x, everything)
-    torch.testing.assert_close(asked, batchnorm.reference.unlearned(x).detach())
-    assert len(steady) == 8
+    asked = held.reference.ask(x, everything)
+    assert torch.equal(asked.judge, both[:16])
+    assert asked.own is asked.judge
+    assert torch.equal(asked.steady, both[:8].argmax(1) == both[16:].argmax(1))
+
+
+def test_in_a_network_of_batch_norms_the_source_is_also_asked_as_it_predicts_by_itself():
+    model = mgtta.load_model(convnet("batch"))
+    method = mgtta.create("tent", model, guard=True)
+    x = images(16)
+    asked = method.reference.ask(x, torch.arange(16))
+    torch.testing.assert_close(asked.judge, method.reference.unlearned(x).detach())
+    own = model(torch.cat([x, x[:8].roll((1, 1), (2, 3))])).detach()
+    assert torch.equal(asked.own, own[:16])
+    assert torch.equal(asked.steady, asked.judge[:8].argmax(1) == own[16:].argmax(1))
+    assert not torch.allclose(asked.judge, asked.own)
+
+
+def test_a_gain_over_the_source_by_itself_is_no_harm():
+    """Even if the judge would rather have its own predictions."""
+    watch = Watch()
+    judge = torch.eye(4).repeat(8, 1) * 3
+    by_itself = torch.zeros(32, 4)  # class 0
+    method = judge.clone()
+    method[:4] = method[:4].roll(1, 1)  # an eighth is predicted otherwise than by the judge
+    for own, harmful in ((None, True), (by_itself, False)):
+        watch.forget()
+        watch.take(*what_is_lost(judge, own, method), window=256)
+        assert (watch.harm() > 0.05) == harmful
+        assert watch.harm() == pytest.approx(watch.mean_lost(32), abs=0.02)
 
 
 def test_the_window_keeps_the_last_images():

@@ -292,8 +292,8 @@ def test_a_guard_asks_the_source_image_by_image_then():
     method.method.normalisation.turns.come = True
     x = images(32)
     assert not method.reference.by_batch(32)
-    asked, _ = method.reference.ask(x, torch.arange(32))
-    torch.testing.assert_close(asked, one_by_one(model)(x))
+    asked = method.reference.ask(x, torch.arange(32))
+    torch.testing.assert_close(asked.judge, one_by_one(model)(x))
 
 
 class Colours(nn.Module):

@@ -168,10 +168,9 @@ class Guarded(Wrapper):
         if not all_images:
             which = self.reference.sample(len(x), watch.images)
         which = which.to(seen.logits.device)
-        by_itself = self.reference.by_itself(len(x))  # before the verdict, which may load another state
-        asked, steady = self.reference.ask(x, which)
-        watch.take(*what_is_lost(asked, seen.logits[which]), self.guard.window)
-        watch.compare(steady)
+        asked = self.reference.ask(x, which)
+        watch.take(*what_is_lost(asked.judge, asked.own, seen.logits[which]), self.guard.window)
+        watch.compare(asked.steady)
         by_source = watch.shadow
         if broken or watch.alarming(self.guard.tolerance):
             by_source = True
@@ -179,9 +178,11 @@ class Guarded(Wrapper):
         else:
             self._judge()
         if by_source:
-            own = asked if by_itself and len(asked) == len(x) else self.reference(x)
+            own = asked.own
+            if own is None or len(own) < len(x):
+                own = self.reference(x)
             return Pass(own, seen.features)
-        return Pass(self._of_both(seen.logits, which, asked), seen.features)
+        return Pass(self._of_both(seen.logits, which, asked.judge), seen.features)
 
     def _of_both(self, logits: Tensor, which: Tensor, asked: Tensor) -> Tensor:
         """Return the method's logits; in doubt, the answer of both models where the source was asked."""

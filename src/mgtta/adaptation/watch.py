@@ -2,6 +2,7 @@
 
 Notation    q  the source's probabilities of an image, y = argmax q its prediction; y' the method's prediction
             lost = q_y - q_y', averaged over n images: by the source's own judgement, the accuracy that y' costs
+            (if the judge normalises by the batch, y is the prediction of the source by itself: see reference.py)
             repeats = the chance that two of the n images get the same class; r of the source, r' of the method
             spread = log((r + e) / (r' + e)), between -1 and 1; e is the chance that a few pairs make up
             harm = lost - CREDIT * spread, and at most twice what is lost
@@ -104,7 +105,7 @@ class Watch:
         lost = self.mean_lost(n)
         least = max(LEAST_REPEATS, FEW_PAIRS / max(n * (n - 1) / 2, 1))
         spread = math.log((repeats(self.of_source[-n:]) + least) / (repeats(self.of_method[-n:]) + least))
-        return lost - max(CREDIT * min(max(spread, -1), 1), -lost)
+        return lost - max(CREDIT * min(max(spread, -1), 1), min(-lost, 0))
 
     def mean_lost(self, n: int) -> float:
         """Return what the last n images have lost on average; less where the source is surer than it is steady."""
@@ -159,19 +160,25 @@ def repeats(classes: list[int]) -> float:
     return pairs / (n * (n - 1))
 
 
-def what_is_lost(asked: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what each image has lost, how sure the source is, its prediction and the method's: (n,), on the CPU.
+def what_is_lost(judge: Tensor, own: Tensor | None, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what each image has lost, how sure the judge is, its prediction and the method's: (n,), on the CPU.
 
     Args:
-        asked: logits of the source (n, C).
+        judge: logits of the source (n, C), as it judges.
+        own: of the source by itself (n, C), whose predictions are what may be lost; None: those of the judge.
         logits: of the method; a prediction that is not finite loses all of the source's probability.
     """
-    q = asked.softmax(-1).nan_to_num()
+    q = judge.softmax(-1).nan_to_num()
     best, y = q.max(-1)
-    ours = logits.nan_to_num().argmax(-1)
-    kept = q.gather(1, ours[:, None])[:, 0]
+    kept = _probability(q, logits.nan_to_num())
     kept = torch.where(logits.isfinite().all(-1), kept, 0.0)
-    return (best - kept).cpu(), best.cpu(), y.cpu(), ours.cpu()
+    to_lose = best if own is None else _probability(q, own)
+    return (to_lose - kept).cpu(), best.cpu(), y.cpu(), logits.nan_to_num().argmax(-1).cpu()
+
+
+def _probability(q: Tensor, logits: Tensor) -> Tensor:
+    """Return the probability (n,) that q (n, C) gives to the classes predicted by these logits (n, C)."""
+    return q.gather(1, logits.argmax(-1, keepdim=True))[:, 0]
 
 
 def blended(asked: Tensor, logits: Tensor) -> Tensor:
