@@ -26,13 +26,19 @@ def layer_of(channels: int = 3) -> nn.BatchNorm2d:
     return layer
 
 
-def by_hand(x: torch.Tensor, layer: nn.BatchNorm2d, share: float, own_share: float = 0.0) -> torch.Tensor:
-    """The formula, left to autograd; with an own_share image by image."""
+def by_hand(
+    x: torch.Tensor, layer: nn.BatchNorm2d, share: float, own_share: float = 0.0, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The formula, left to autograd; with an own_share or weights of images (n, n) image by image."""
     var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
-    if own_share:
+    if own_share or weights is not None:
         blends = []
-        for image in x:
+        for i, image in enumerate(x):
             own_var, own_mean = torch.var_mean(image, (1, 2), correction=0)
+            if weights is not None:
+                each = weights[i][:, None, None, None] / x[0, 0].numel()
+                mean = (each * x).sum((0, 2, 3))
+                var = (each * (x - mean[:, None, None]).square()).sum((0, 2, 3))
             blend = (1 - share - own_share) * mean + share * layer.running_mean + own_share * own_mean
             spread = (1 - share - own_share) * var + share * layer.running_var + own_share * own_var
             scale = layer.weight / (spread + layer.eps).sqrt()
@@ -58,6 +64,35 @@ def test_blended_norm_and_its_gradients_are_those_of_the_formula(share, own_shar
     )
     torch.testing.assert_close(found.mean, x.detach().mean((0, 2, 3)))
     torch.testing.assert_close(found.var, x.detach().var((0, 2, 3), correction=0))
+
+
+class Weighing:
+    """Look-alikes whose weights are given."""
+
+    def __init__(self, weights: torch.Tensor):
+        self.weights = weights
+
+    def seen_by(self, _layer: nn.Module, _x: torch.Tensor) -> torch.Tensor:
+        return self.weights
+
+
+@pytest.mark.parametrize(("share", "own_share"), [(0.0, 0.0), (0.3, 0.0), (0.5, 0.03)])
+def test_images_that_look_alike_count_more_in_the_norm_and_its_gradients(share, own_share):
+    layer = layer_of()
+    x = torch.randn(4, 3, 5, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn_like(x)
+    weights = torch.randn(4, 4, dtype=torch.float64).softmax(1)
+    found = blended_norm(x, layer, share, own_share, Weighing(weights))
+    expected = by_hand(x, layer, share, own_share, weights)
+    torch.testing.assert_close(found.y, expected)
+    wanted = (x, layer.weight, layer.bias)
+    torch.testing.assert_close(
+        torch.autograd.grad((found.y * weight).sum(), wanted), torch.autograd.grad((expected * weight).sum(), wanted)
+    )
+    torch.testing.assert_close(found.mean, x.detach().mean((0, 2, 3)))  # of the stream: all count the same
+    torch.testing.assert_close(found.var, x.detach().var((0, 2, 3), correction=0))
+    equal = blended_norm(x, layer, share, own_share, Weighing(torch.full((4, 4), 0.25, dtype=torch.float64)))
+    torch.testing.assert_close(equal.y, blended_norm(x, layer, share, own_share).y)
 
 
 @pytest.mark.gpu
@@ -168,7 +203,7 @@ def test_layers_with_a_forward_of_their_own_keep_it_and_export_what_they_normali
     torch.testing.assert_close(method(x), mgtta.load_model(method.export())(x))
 
 
-@pytest.mark.parametrize("shares", [{}, {"source_share": 0.6, "own_share": 0.1}])
+@pytest.mark.parametrize("shares", [{}, {"source_share": 0.6, "own_share": 0.1}, {"alike": True}])
 @pytest.mark.parametrize("low_memory", [False, True])
 def test_the_fast_path_blends_alike(low_memory, shares):
     torch.manual_seed(0)

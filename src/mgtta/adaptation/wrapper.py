@@ -296,4 +296,4 @@ def source_model(method: Adapting) -> Classifier:
 def unlearned_model(method: Adapting) -> Classifier:
     """Return the source model, whose BatchNorm layers normalise by the batch as the method's do."""
     model = method.model
-    return source_model(method).use_batch_statistics(model.source_share, model.own_share)
+    return source_model(method).use_batch_statistics(model.source_share, model.own_share, model.looks)

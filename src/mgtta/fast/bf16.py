@@ -172,7 +172,7 @@ class Hooked:
             residual: what is added to the output; None: nothing.
             relu: whether ReLU follows.
         """
-        quick = layer.training and has_variance(x) and not self.model.own_share
+        quick = layer.training and has_variance(x) and not self.model.own_share and self.model.alikes is None
         if quick and has_batch_norm_kernels(x):
             told = None
             if self.collecting:
@@ -192,7 +192,7 @@ class Hooked:
         if self.collecting:
             self.collected[i] = values
         if self.model.source_share:
-            found = blended_norm(x, layer, self.model.source_share, self.model.own_share)
+            found = blended_norm(x, layer, self.model.source_share, self.model.own_share, self.model.alikes)
             if self.collecting:
                 mean.copy_(found.mean)
                 var.copy_(found.var * (values / (values - 1)))

@@ -4,8 +4,8 @@ Notation    n images; f (n, d) what the head reads, which gives the logits h = W
 The mean m of f over the last images that look like one (see _neighbours.py) tells how far its features lie from the
 source's. Since the head is linear, taking the shift back before it is the same as adding W (mu - m) to the logits. If
 the logits do not come from one layer, f is the logits themselves and W is the identity.
-Entropy may draw all images of one kind of shift into one class. So no class has more than its share in it.
-Classes that a stream shows more than usual move the means, too (see _class_mix.py): that is not taken back.
+Entropy may draw all images of one kind of shift into one class: hence `balance`. Classes that a stream shows more than
+usual move the means, too (see _class_mix.py): that is not taken back.
 """
 
 import math
@@ -46,16 +46,15 @@ RESNETS = {"lr": 1e-2, "source_share": 0.3}  # docs/research.md
 class MGTTAPlus(QuickAnswer):
     """MGTTA+: MGTTA with mirrored twins and re-centred predictions; one setting for every stream (ours).
 
-    With mirrored twins a step costs about two of MGTTA's. docs/research.md says how the settings were chosen.
+    With mirrored twins a step costs about two of MGTTA's. How settings were chosen: docs/research.md.
 
     recentre: share of the features' shift from the source that is taken back before the head.
-    mirror: True, False (then a step costs what MGTTA's does), or "auto": True if the source model predicts at least
-    three of four clean images like their mirror images, which `source_statistics` measures.
+    mirror: True, False (half the cost), or "auto": True if 3 of 4 clean images are predicted like their mirror images.
     balance: no class that is predicted has more than its share in the entropy.
     class_mix: more of a class than usual does not count as a shift. Needs statistics by class, which older files lack.
     source_share, own_share: what the source's and each image's own statistics count in BatchNorm layers; the batch's
-    have the rest. With a source_share and `gather`, images that come fewer than 16 at a time or class by class are
-    normalised one by one, by the source's statistics and 0.07 of their own, and learned from at 0.3 times the rate.
+    have the rest. With a source_share and `gather`, few images, or those of classes in turn, are normalised one by one.
+    alike: images of a batch that look alike count more for one another there. Older files of statistics lack looks.
     decay: the learning rate of step t is lr / sqrt(1 + t / decay); by default it does not fall.
     """
 
@@ -72,10 +71,11 @@ class MGTTAPlus(QuickAnswer):
         class_mix: bool = True,
         source_share: float = 0.0,
         own_share: float = 0.0,
+        alike: bool = False,
         decay: float = math.inf,
     ):
         super().__init__(model, optimizer, source=source, trade_off=trade_off, decay=decay)
-        self.model.use_batch_statistics(source_share, own_share)
+        self.model.use_batch_statistics(source_share, own_share, self.source.looks if alike else None)
         self.recentre = recentre
         self.balance = balance
         self.mirror = mirrors(mirror, self.source)

@@ -7,6 +7,8 @@ against common corruptions by covariate shift adaptation" (NeurIPS 2020).
 Few images have no statistics of a batch. Each is normalised by the source's statistics and a little of its own: its
 places are many, and of its own domain. For the same reason they may have a share in batches, too.
 
+In a batch that mixes kinds of shift, an image's statistics may be those of the images that look like it (alike.py).
+
 Notation    x (N, C, ...); m, v (C,) its mean and biased variance; a the source's share; P values of a channel
             M = (1 - a) m + a m_S;  V = (1 - a) v + a v_S;  r = 1 / sqrt(V + eps);  y = w r (x - M) + b
             dx = w r (dy - (1 - a) / P (sum(dy) + r^2 (x - m) sum(dy (x - M))))
@@ -15,6 +17,9 @@ Q places of an image:
             M_i = e m + a m_S + o m_i;  V_i = e v + a v_S + o v_i;  r_i = 1 / sqrt(V_i + eps)
             dM_i = -w r_i sum(dy_i);  dV_i = -w r_i^3 sum(dy_i (x_i - M_i)) / 2, the gradients for M_i and V_i
             dx_i = w r_i dy_i + o / Q (dM_i + 2 (x_i - m_i) dV_i) + e / P (sum(dM) + 2 (x_i - m) sum(dV))
+With weights W (N, N), whose rows add up to 1, image i has means m'_i = sum_j W_ij m_j and variances
+v'_i = sum_j W_ij (v_j + m_j^2) - m'_i^2 in the place of m and v, and in dx_i the last term is
+            e / Q sum_j W_ji (dM_j + 2 (x_i - m'_j) dV_j)
 """
 
 from typing import Any, NamedTuple
@@ -24,6 +29,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mgtta._lib.timm import timm
+from mgtta.models.alike import LookAlikes
 
 SINGLE_SHARE = 0.07  # of an image's own statistics, where few images come at a time; the rest are the source's
 ROUNDING = 1e-9  # of shares that add up to 1
@@ -45,13 +51,19 @@ def can_blend(layer: Any) -> bool:
     return known and layer.affine and layer.running_mean is not None
 
 
-def blended_norm(x: Tensor, layer: _BatchNorm, source_share: float, own_share: float = 0.0) -> Normalised:
+def blended_norm(
+    x: Tensor, layer: _BatchNorm, source_share: float, own_share: float = 0.0, alikes: LookAlikes | None = None
+) -> Normalised:
     """Return x, normalised by the layer's running statistics, those of each image, and for the rest the batch's.
 
     Inputs without places, such as vectors, have no statistics of their own: the batch's take their place.
+
+    Args:
+        alikes: tell which images of the batch count how much; None: all the same.
     """
-    if own_share and x.shape[2:].numel() > 1:
-        return _with_own(x, layer, source_share, own_share)
+    if (own_share or alikes is not None) and x.shape[2:].numel() > 1:
+        weight = None if alikes is None else alikes.seen_by(layer, x)
+        return _with_own(x, layer, source_share, own_share, weight)
     args = (layer.weight, layer.bias, layer.running_mean, layer.running_var)
     return Normalised(*_Blended.apply(x, *args, source_share, layer.eps))
 
@@ -61,14 +73,16 @@ def single_norm(x: Tensor, layer: _BatchNorm) -> Tensor:
     return _with_own(x, layer, 1 - SINGLE_SHARE, SINGLE_SHARE).y
 
 
-def blended_forward(layer: Any, x: Tensor, source_share: float, own_share: float = 0.0) -> Tensor:
+def blended_forward(
+    layer: Any, x: Tensor, source_share: float, own_share: float = 0.0, alikes: LookAlikes | None = None
+) -> Tensor:
     """Return what the layer gives in the place of its own `forward`.
 
     In training mode it is blended with the batch's statistics, otherwise only with those of each image, if it has
     places.
     """
     if layer.training:
-        y = blended_norm(x, layer, source_share, own_share).y
+        y = blended_norm(x, layer, source_share, own_share, alikes).y
     elif source_share < 1 and x.shape[2:].numel() > 1:
         y = single_norm(x, layer)
     else:
@@ -78,10 +92,10 @@ def blended_forward(layer: Any, x: Tensor, source_share: float, own_share: float
     return y
 
 
-def _with_own(x: Tensor, layer: Any, source_share: float, own_share: float) -> Normalised:
-    """Return what `blended_norm` does, with a share of each image's own statistics."""
+def _with_own(x: Tensor, layer: Any, source_share: float, own_share: float, weight: Tensor | None = None) -> Normalised:
+    """Return what `blended_norm` does, with statistics for each image."""
     args = (layer.weight, layer.bias, layer.running_mean, layer.running_var)
-    return Normalised(*_BlendedWithOwn.apply(x, *args, source_share, own_share, layer.eps))
+    return Normalised(*_BlendedWithOwn.apply(x, *args, weight, source_share, own_share, layer.eps))
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,6 +169,7 @@ class _BlendedWithOwn(torch.autograd.Function):
         bias: Tensor,
         mean_s: Tensor,
         var_s: Tensor,
+        among: Tensor | None,
         source_share: float,
         own_share: float,
         eps: float,
@@ -166,21 +181,27 @@ class _BlendedWithOwn(torch.autograd.Function):
         blend = own_share * own_mean  # (N, C)
         spread = source_share * var_s.to(var) + own_share * own_var
         batch_share = 1 - source_share - own_share
+        near_mean = mean
+        near_var = var
+        if among is not None:
+            among = among.to(own_mean)
+            near_mean = among @ own_mean  # (N, C)
+            near_var = (among @ (own_var + own_mean.square()) - near_mean.square()).clamp(min=0)
         if batch_share > ROUNDING:  # otherwise an image that is not finite leaves the others alone
-            blend = blend + batch_share * mean
-            spread = spread + batch_share * var
+            blend = blend + batch_share * near_mean
+            spread = spread + batch_share * near_var
         scale = (spread + eps).rsqrt()
         slope = weight * scale
         y = torch.addcmul(_wide(bias - blend * slope, x), away, _wide(slope, x)).to(x.dtype)
         found = mean + mean_s
-        ctx.save_for_backward(x, weight, mean_s, own_mean, mean, blend, scale)
+        ctx.save_for_backward(x, weight, mean_s, own_mean, near_mean, blend, scale, among)
         ctx.shares = (own_share, batch_share)
         ctx.mark_non_differentiable(found, var)
         return y, found, var
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x, weight, mean_s, own_mean, mean, blend, scale = ctx.saved_tensors
+        x, weight, mean_s, own_mean, near_mean, blend, scale, among = ctx.saved_tensors
         own_share, batch_share = ctx.shares
         away = _exact(x) - _wide(mean_s, x)
         exact = _exact(dy)
@@ -190,15 +211,20 @@ class _BlendedWithOwn(torch.autograd.Function):
         to_mean = -slope * total
         to_var = -slope * scale.square() * moved / 2
         places = x.shape[2:].numel()
-        rise = own_share / places * 2 * to_var
-        start = own_share / places * to_mean - rise * own_mean
+        rise = own_share * to_var
+        start = own_share * (to_mean - 2 * to_var * own_mean)
         if batch_share > ROUNDING:
-            share = batch_share / (len(x) * places)
-            common = share * 2 * to_var.sum(0)  # (C,)
-            start = start + share * to_mean.sum(0) - common * mean
-            rise = rise + common
+            rise = rise + batch_share * _of_all(to_var, among)
+            start = start + batch_share * _of_all(to_mean - 2 * to_var * near_mean, among)
+        rise = 2 / places * rise
+        start = start / places
         dx = torch.addcmul(_wide(start, x), away, _wide(rise, x)).addcmul_(exact, _wide(slope, x))
-        return dx.to(x.dtype), (moved * scale).sum(0), total.sum(0), None, None, None, None, None
+        return dx.to(x.dtype), (moved * scale).sum(0), total.sum(0), None, None, None, None, None, None
+
+
+def _of_all(t: Tensor, among: Tensor | None) -> Tensor:
+    """Return what comes back to each image from all that it counts for: t (N, C), by W or by 1 / N."""
+    return t.mean(0) if among is None else among.T @ t
 
 
 def _has_kernels(x: Tensor) -> bool:

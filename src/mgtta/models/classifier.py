@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mgtta._lib.files import fingerprint
+from mgtta.models.alike import LookAlikes, Looks
 from mgtta.models.checks import FirstBatches, check_images, check_logits, refused
 from mgtta.models.features import Tap, TapReader, feature_taps
 from mgtta.models.head import HeadTap, head_layer, linear_head, logits_of
@@ -75,6 +76,8 @@ class Classifier(nn.Module):
         self._taps: list[Tap | HeadTap] = [*feature_taps(net, self.norm_types)]
         self.source_share = 0.0  # of the statistics that BatchNorm layers normalise by
         self.own_share = 0.0  # the same, of each image's own
+        self.looks: Looks | None = None  # by which they find images that look alike
+        self.alikes: LookAlikes | None = None
         self._uses_batch_statistics = False
         self._first_batches = FirstBatches()
         self.full_precision: dict[str, Tensor] = {}
@@ -171,17 +174,24 @@ class Classifier(nn.Module):
         shape = config.get("input_size") or (3, 224, 224)
         return shape[-1], crop
 
-    def use_batch_statistics(self, source_share: float = 0.0, own_share: float = 0.0) -> "Classifier":
+    def use_batch_statistics(
+        self, source_share: float = 0.0, own_share: float = 0.0, looks: Looks | None = None
+    ) -> "Classifier":
         """Let BatchNorm layers normalise by the current batch; their running statistics do not change.
 
         Args:
             source_share: of the running statistics among those that layers normalise by.
             own_share: of each image's own statistics.
+            looks: of clean images; with a source_share, images of a batch that look alike count more for one another.
+                None: all count the same.
         """
-        use_batch_statistics(self.net, source_share, own_share)
+        alikes = LookAlikes(self.net, looks) if looks is not None and source_share else None
+        use_batch_statistics(self.net, source_share, own_share, alikes)
         self._uses_batch_statistics = True
         self.source_share = source_share
         self.own_share = own_share
+        self.looks = looks
+        self.alikes = alikes
         return self.train()
 
     def use_running_statistics(self) -> "Classifier":
@@ -189,6 +199,8 @@ class Classifier(nn.Module):
         self._uses_batch_statistics = False
         self.source_share = 0.0
         self.own_share = 0.0
+        self.looks = None
+        self.alikes = None
         use_running_statistics(self.net)
         return self.train()
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mgtta._lib.files import check_kind, check_weights, read_tensors, write_tensors
 from mgtta._lib.shipped import shipped
+from mgtta.models.alike import Looks, LooksOfClean
 from mgtta.models.batches import image_batches
 from mgtta.models.checks import IMAGE_AXES
 from mgtta.models.class_map import ClassMap, fit_class_map
@@ -23,7 +24,7 @@ from mgtta.models.head import LOGITS, HeadTap
 from mgtta.models.loading import as_classifier
 
 KIND = "mgtta source statistics"
-VERSION = 3  # 1: without `head`, `head_layer` and `mirrored`; 2: without `by_class`
+VERSION = 4  # 1: without `head`, `head_layer` and `mirrored`; 2: without `by_class`; 3: without `looks`
 LARGEST_VALUE = 20  # of a clean image, also of a normalised one
 MIRRORED_IMAGES = 512  # of which mirror images are predicted: their share has a standard error of at most 2 %
 FITTED_IMAGES = 1024  # whose features are held in memory, to see how they follow the classes
@@ -42,6 +43,7 @@ class SourceStatistics:
         by_class: how the features of all layers, and after them what the head reads, follow the predicted classes; None
             in older files, or if they do not.
         classes: the scored classes, to which `by_class` belongs; None: all.
+        looks: how clean images look to the first BatchNorm layer; None in older files, or without such a layer.
     """
 
     mean: list[Tensor]
@@ -55,6 +57,7 @@ class SourceStatistics:
     mirrored: float | None = None
     by_class: ClassMap | None = None
     classes: list[int] | None = None
+    looks: Looks | None = None
 
     @property
     def before_head(self) -> Tensor:
@@ -67,10 +70,11 @@ class SourceStatistics:
         std = [t.to(like.device, like.dtype) for t in self.std]
         head = None if self.head is None else self.head.to(like.device, like.dtype)
         by_class = None if self.by_class is None else self.by_class.to(like)
-        same = head is self.head and by_class is self.by_class
+        looks = None if self.looks is None else self.looks.to(like)
+        same = head is self.head and by_class is self.by_class and looks is self.looks
         if same and all(new is old for new, old in zip(mean + std, self.mean + self.std, strict=True)):
             return self
-        return replace(self, mean=mean, std=std, head=head, by_class=by_class)
+        return replace(self, mean=mean, std=std, head=head, by_class=by_class, looks=looks)
 
     def check(self, model: str, fingerprint: str) -> None:
         """Raise an error unless they were taken from the model of this name and fingerprint."""
@@ -92,6 +96,7 @@ def source_statistics(
     sums: list[_Sums] = []
     alike = _Alike()
     seen = _Seen()
+    looks = LooksOfClean(model.net)
     layer = LOGITS
     same = False
     for x in image_batches(clean_images, batch_size):
@@ -99,7 +104,8 @@ def source_statistics(
         if not sums:
             model.check(x)
             layer = model.head_layer(x[:2])
-        logits, features = model.features(x, HeadTap(layer))
+        with looks.watching():
+            logits, features = model.features(x, HeadTap(layer))
         if not sums:
             sums = [_Sums(f.double()) for f in features]
             same = model.is_last_layer(features[-2], features[-1])
@@ -115,7 +121,8 @@ def source_statistics(
     std = [total.std(count).to(dtype) for total in sums[:-1]]
     own = (count, model.name, model.fingerprint(), head, layer, same, alike.share())
     classes = None if model.classes is None else model.classes.tolist()
-    return SourceStatistics(mean, std, *own, by_class=seen.by_class(dtype), classes=classes)
+    by_class = seen.by_class(dtype)
+    return SourceStatistics(mean, std, *own, by_class=by_class, classes=classes, looks=looks.fitted(dtype))
 
 
 def _check(x: Tensor) -> None:
@@ -205,6 +212,9 @@ def save_source(source: SourceStatistics, path: str | os.PathLike) -> None:
         about["head_reads_last_layer"] = source.head_reads_last_layer
     if source.by_class is not None:
         tensors |= {f"by_class.{name}": t for name, t in source.by_class._asdict().items()}
+    if source.looks is not None:
+        tensors["looks"] = source.looks.root
+        about["looks_layer"] = source.looks.layer
     write_tensors(path, tensors, {"kind": KIND, "version": str(VERSION), "about": json.dumps(about)})
 
 
@@ -219,10 +229,13 @@ def load_source(name_or_path: str | os.PathLike) -> SourceStatistics:
         by_class = None
         if "by_class.centre" in tensors:
             by_class = ClassMap(*(tensors.pop(f"by_class.{name}") for name in ClassMap._fields))
+        looks = None
+        if "looks" in tensors:
+            looks = Looks(about.pop("looks_layer"), tensors.pop("looks"))
         n = len(tensors) // 2
         mean = [tensors[f"mean.{i}"] for i in range(n)]
         std = [tensors[f"std.{i}"] for i in range(n)]
-        return SourceStatistics(mean, std, head=head, by_class=by_class, **about)
+        return SourceStatistics(mean, std, head=head, by_class=by_class, looks=looks, **about)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: damaged source statistics ({error}); make them again") from error
 

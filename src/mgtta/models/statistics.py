@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mgtta.models.alike import LookAlikes
 from mgtta.models.blended import ROUNDING, blended_forward, can_blend
 from mgtta.models.hooks import has_hook, own_hook, remove_hook, set_forward, unset_forward
 from mgtta.models.norms import batch_norms, with_running_statistics
@@ -22,12 +23,15 @@ MOMENTUM_IMAGES = 64
 BatchMoments = tuple[Tensor, Tensor]  # mean and variance (C,)
 
 
-def use_batch_statistics(net: nn.Module, source_share: float = 0.0, own_share: float = 0.0) -> None:
+def use_batch_statistics(
+    net: nn.Module, source_share: float = 0.0, own_share: float = 0.0, alikes: LookAlikes | None = None
+) -> None:
     """Let BatchNorm layers normalise by the current batch; their running statistics do not change.
 
     Args:
         source_share: of the running statistics among those that layers normalise by; see blended.py.
         own_share: of each image's own statistics; only with a source_share.
+        alikes: tell how much the images of a batch count for one another; only with a source_share. None: all the same.
     """
     if not 0 <= source_share <= 1:
         raise ValueError(f"source_share is a share of the statistics: from 0 to 1, not {source_share}")
@@ -40,7 +44,8 @@ def use_batch_statistics(net: nn.Module, source_share: float = 0.0, own_share: f
         layer.track_running_stats = False
         unset_forward(layer)
         if source_share and can_blend(layer):
-            set_forward(layer, partial(blended_forward, source_share=source_share, own_share=own_share))
+            blend = partial(blended_forward, source_share=source_share, own_share=own_share, alikes=alikes)
+            set_forward(layer, blend)
         if not has_hook(layer, _batch_statistics_where_defined):
             layer.register_forward_pre_hook(_batch_statistics_where_defined)
 

@@ -1,0 +1,112 @@
+"""Which images of a batch look alike, so that BatchNorm layers can normalise each of them by those that do.
+
+A batch may mix several kinds of shift, and its statistics fit none of them. How strongly the channels of the first
+layers respond tells kinds of shift apart, if it is measured by how much it differs from one clean image to the next.
+
+Notation    n images; C channels of what the first BatchNorm layer is given
+            s (n, C) deviations of each image's channels over its places; l = log s
+            S (C, C) covariance of l over clean images, its diagonal times 1 + RIDGE
+            D_ij = (l_i - l_j) S^-1 (l_i - l_j)^T / C: about 2 for two clean images
+            W_ij = exp(-D_ij / FADING), divided so that each row adds up to 1
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mgtta.models.norms import with_running_statistics
+
+RIDGE = 0.1
+FADING = 1.0
+LEAST_VARIANCE = 1e-3  # of a channel, as a share of the source's
+
+
+class Looks(NamedTuple):
+    """How the looks of clean images vary.
+
+    Attributes:
+        layer: name of the BatchNorm layer that is the first one in a forward pass.
+        root: R (C, C) with R R^T = S^-1.
+    """
+
+    layer: str
+    root: Tensor
+
+    def to(self, like: Tensor) -> "Looks":
+        """Return the same on another tensor's device and in its dtype; itself if nothing changes."""
+        root = self.root.to(like.device, like.dtype)
+        return self if root is self.root else Looks(self.layer, root)
+
+
+class LookAlikes:
+    """How much the images of the present batch count for one another, as the first BatchNorm layer sees them.
+
+    Attributes:
+        layer: that layer.
+        weight: W (n, n); None before the first batch.
+    """
+
+    def __init__(self, net: nn.Module, looks: Looks):
+        self.layer: Any = net.get_submodule(looks.layer)
+        self.root = looks.root
+        self.weight: Tensor | None = None
+
+    @torch.no_grad()
+    def seen_by(self, layer: Any, x: Tensor) -> Tensor:
+        """Return W, which the first layer finds out by its input x (n, C, ...)."""
+        if layer is self.layer:
+            white = _looks(x, self.layer.running_var) @ self.root.to(x.device, torch.float32)
+            distance = torch.cdist(white, white).square() / white.shape[1]
+            self.weight = (-distance / FADING).softmax(1)
+        assert self.weight is not None
+        return self.weight
+
+
+class LooksOfClean:
+    """Collects the looks of clean images."""
+
+    def __init__(self, net: nn.Module):
+        self.net = net
+        self.layer: Any = None
+        self.found: list[Tensor] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within the block, take in what the first BatchNorm layer of a forward pass is given."""
+        layers = with_running_statistics(self.net) if self.layer is None else [self.layer]
+        handles = [layer.register_forward_pre_hook(self._take) for layer in layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _take(self, layer: Any, inputs: tuple[Tensor, ...]) -> None:
+        if self.layer is None:
+            self.layer = layer
+        if layer is self.layer and inputs[0].ndim == 4:
+            self.found.append(_looks(inputs[0], layer.running_var))
+
+    def fitted(self, dtype: torch.dtype) -> Looks | None:
+        """Return how looks vary; None if there is no such layer, or fewer than two images."""
+        if not self.found:
+            return None
+        found = torch.cat(self.found).double()
+        if len(found) < 2:
+            return None
+        covariance = torch.cov(found.T)
+        covariance = covariance + RIDGE * covariance.diagonal().diag()
+        values, directions = torch.linalg.eigh(covariance)
+        if not values.min() > 0:
+            return None  # a channel is the same in all images
+        name = next(name for name, module in self.net.named_modules() if module is self.layer)
+        return Looks(name, (directions / values.sqrt()).to(dtype))
+
+
+def _looks(x: Tensor, source_var: Tensor) -> Tensor:
+    """Return l (n, C) of x (n, C, ...)."""
+    variance = x.float().flatten(2).var(2, correction=0)
+    return (variance + LEAST_VARIANCE * source_var.to(variance)).log() / 2
