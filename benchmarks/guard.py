@@ -183,6 +183,7 @@ def work(job: tuple[Cell, bool, Settings, float | None]) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> None:
+    args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "guard.jsonl"
     rows = read_lines(path)
     changed = CHANGED if args.what == "settings" and not args.alone else ({},)

@@ -78,9 +78,9 @@ def compared(rows: list[dict[str, Any]], test: str, earlier: dict[Cell, dict[str
             now = [gain(row) for row in same]
             then = [gain(earlier[cell(row)]) for row in same]
             found.append(
-                f"- In {name}, the guarded method is more than 1.0 point below NoAdapt in {sum(g < -1 for g in now)} "
-                f"of {len(same)} cells; the worst is {min(now):+.1f}. With the guard of the {test} test it was in "
-                f"{sum(g < -1 for g in then)} of the same cells; the worst was {min(then):+.1f}."
+                f"- Of {len(same)} cells in {name} which the {test} test had, too, the guarded method is more than 1.0 "
+                f"point below NoAdapt in {sum(g < -1 for g in now)}; the worst is {min(now):+.1f}. With the guard of "
+                f"that test it was in {sum(g < -1 for g in then)}; the worst was {min(then):+.1f}."
             )
     return found
 

@@ -3,7 +3,7 @@
     python benchmarks/tried.py results/research docs/research.md
 
 reads betas/trials.jsonl (the running means of gradients), turns/trials.jsonl (how images are normalised where classes
-come in turn) and turns/changes.jsonl (what tells that) in the folder.
+come in turn), turns/changes.jsonl (what tells that) and alike/trials.jsonl (images that look alike) in the folder.
 """
 
 import statistics
@@ -13,6 +13,7 @@ from typing import Any
 from pages import between, fill, read_lines, table
 from stream_images import NETWORKS
 
+from mgtta.methods.mgtta_plus import RESNETS
 from mgtta.report.summary import spelled
 
 BETA_KINDS = ("reset", "continual", "mixed", "labels", "classes", "one", "gradual", "clean")
@@ -51,6 +52,18 @@ def changes(records: list[Record]) -> str:
     return table(["network, normalised, stream", "lowest F", "middle F", "highest F", "top-1, %"], rows, right=True)
 
 
+def alike(records: list[Record]) -> str:
+    """Return top-1 by the shares of statistics, and by whether images that look alike count more."""
+    found: Cells = {}
+    for record in records:
+        own = {"source_share": RESNETS["source_share"], "own_share": 0.0, "alike": False, **record["settings"]}
+        row = f"{record['split']}, {NETWORKS[record['network']].words}, {own['source_share']:g}, {own['own_share']:g}"
+        if own["alike"]:
+            row += ", alike"
+        found.setdefault(row, {}).setdefault(record["kind"], []).append(record["top1"])
+    return _table(dict(sorted(found.items(), reverse=True)), TURN_KINDS)
+
+
 def _table(found: Cells, kinds: tuple[str, ...]) -> str:
     rows = []
     for title, by_kind in found.items():
@@ -63,7 +76,8 @@ def with_tables(page: str, folder: Path) -> str:
     """Return the page with all tables between their marks."""
     page = between(page, "betas", betas(read_lines(folder / "betas" / "trials.jsonl")))
     page = between(page, "turns", turns(read_lines(folder / "turns" / "trials.jsonl")))
-    return between(page, "changes", changes(read_lines(folder / "turns" / "changes.jsonl")))
+    page = between(page, "changes", changes(read_lines(folder / "turns" / "changes.jsonl")))
+    return between(page, "alike", alike(read_lines(folder / "alike" / "trials.jsonl")))
 
 
 if __name__ == "__main__":

@@ -47,6 +47,8 @@ def described(recipe: Recipe) -> str:
         f"- **Cost:** {passes(recipe)}",
         f"- {followed(recipe)} {listed(recipe.settings) or 'none'}",
     ]
+    if recipe.options:
+        lines.append(f"- **Options** (0 switches one off): {listed(recipe.options)}")
     if recipe.resnets:
         lines.append(f"- **For {RESNETS}:** {listed(recipe.resnets)}")
     if recipe.mgtta is not None:

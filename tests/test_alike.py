@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 
+import pytest
 import torch
 from conftest import convnet, images
 from torch import nn
@@ -64,18 +65,20 @@ def test_kinds_of_shift_count_little_for_one_another():
     assert float((weight * own).sum(1).mean()) > 0.8
 
 
-def test_without_looks_or_share_all_images_count_the_same():
+def test_alike_changes_predictions_and_says_what_it_lacks():
     model = mgtta.load_model(convnet("batch"))
     source = mgtta.source_statistics(model, clean())
     x = images(20)
     alike = mgtta.create("mgtta+", model, source=source, alike=True, **BARE)
     plain = mgtta.create("mgtta+", model, source=source, **BARE)
     assert not torch.allclose(alike(x), plain(x))
-    unknown = mgtta.create("mgtta+", model, source=replace(source, looks=None), alike=True, **BARE)
-    torch.testing.assert_close(unknown(x), plain(x))
-    no_share = mgtta.create("mgtta+", model, source=source, alike=True, source_share=0.0, **BARE)
-    assert innermost(no_share).model.alikes is None
-    no_share(x)
+    assert innermost(plain).model.alikes is None
+    with pytest.raises(ValueError, match="make them again with"):
+        mgtta.create("mgtta+", model, source=replace(source, looks=None), alike=True, **BARE)
+    with pytest.raises(ValueError, match="needs a source_share above 0"):
+        mgtta.create("mgtta+", model, source=source, alike=True, source_share=0.0, **BARE)
+    with pytest.raises(TypeError, match="alike must be True or False, not 'false'"):
+        mgtta.create("mgtta+", model, source=source, alike="false", **BARE)
 
 
 def test_looks_are_of_the_layer_that_comes_first_and_are_kept_in_files(tmp_path):
@@ -144,7 +147,9 @@ def test_weights_do_not_follow_the_adapting_network():
     layer = net.get_submodule(looks.layer)
     alikes = LookAlikes(net, looks)
     x = torch.randn(4, layer.num_features, 5, 5)
+    assert alikes.seen_by(nn.BatchNorm2d(7), torch.zeros(4, 7, 3, 3)) is None  # the first layer comes first
     before = alikes.seen_by(layer, x)
+    assert alikes.seen_by(nn.BatchNorm2d(7), torch.zeros(3, 7, 3, 3)) is None  # other images
     assert alikes.seen_by(nn.BatchNorm2d(7), torch.zeros(4, 7, 3, 3)) is before  # a later layer takes the same
     with torch.no_grad():
         layer.weight.mul_(3)

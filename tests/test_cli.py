@@ -265,7 +265,7 @@ cli.main()
         (["--set", "learning_rate=1"], "unknown setting"),
         (["--set", "lr"], "name=value"),
         (["--out", "p.xlsx"], ".csv, .jsonl"),
-        (["--model", "glyphs_vti"], "timm has no model"),
+        (["--model", "glyphs_vti"], "close names: glyphs_vit"),
         (["--source", "nowhere.safetensors"], "nowhere.safetensors"),
         (["--start", "nowhere"], "there is no file nowhere"),
         (["--set", "lr=abc"], "lr must be a number, not 'abc'"),

@@ -97,6 +97,8 @@ def test_images_without_labels_are_a_stream(model):
         ((1, 2, 3), TypeError, "not a tuple of int, int, int"),
         ((torch.rand(2, 3, 32, 32), torch.rand(2)), ValueError, "labels must be 2 class numbers"),
         ((torch.rand(2, 3, 32, 32), torch.tensor([[1, 0], [0, 1]])), ValueError, "labels must be 2 class numbers"),
+        ((torch.rand(2, 3, 32, 32), torch.tensor([1, 5000])), ValueError, "scored classes, from 0 to"),
+        ((torch.rand(2, 3, 32, 32), torch.tensor([-1, 1])), ValueError, "not -1; y=None is a batch without labels"),
     ],
 )
 def test_other_batches_are_refused(model, item, error, message):

@@ -500,6 +500,11 @@ def test_set_takes_inf_so_that_a_rate_need_not_fall():
     }
 
 
+def test_set_takes_true_and_false_as_python_and_as_shells_write_them():
+    found = cli.options.settings(["alike=true", "balance=false", "class_mix=False", "mirror=auto"])
+    assert found == {"alike": True, "balance": False, "class_mix": False, "mirror": "auto"}
+
+
 def test_the_command_trains_on_streams(tmp_path, monkeypatch):
     glyphs = Glyphs(20)
     (tmp_path / "images").mkdir()

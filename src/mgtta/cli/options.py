@@ -16,6 +16,7 @@ OWN_OPTIONS = {  # arguments of `mgtta.create` that --set does not take -> the o
     "schedule": "--schedule",
     "source": "--source",
 }
+WORDS = {"inf": math.inf, "true": True, "false": False}  # that --set takes besides Python's values
 
 Model = Annotated[
     str,
@@ -60,7 +61,7 @@ def number(text: str, option: str) -> float:
 
 
 def settings(pairs: list[str]) -> dict[str, Any]:
-    """Return the values of `--set name=value`: Python's numbers, lists and so on, inf, or else the text itself."""
+    """Return the values of `--set name=value`: Python's numbers, lists and so on, WORDS, or the text itself."""
     found: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -68,8 +69,8 @@ def settings(pairs: list[str]) -> dict[str, Any]:
             raise ValueError(f"--set takes name=value, not {pair!r}")
         if key in OWN_OPTIONS:
             raise ValueError(f"--set {key}: that is an option of its own, {OWN_OPTIONS[key]}")
-        if value == "inf":
-            found[key] = math.inf
+        if value in WORDS:
+            found[key] = WORDS[value]
             continue
         try:
             found[key] = ast.literal_eval(value)

@@ -42,6 +42,18 @@ def _pair(item: Any) -> tuple[Tensor, Tensor | None]:
     return x, labels.long()
 
 
+def check_labels(y: Tensor | None, classes: int) -> None:
+    """Reject labels that are not numbers of scored classes; those on a GPU are not read back."""
+    if y is None or y.is_cuda or not y.numel():
+        return
+    wrong = y[(y < 0) | (y >= classes)]
+    if wrong.numel():
+        raise ValueError(
+            f"labels must be numbers of the {classes} scored classes, from 0 to {classes - 1}, not {int(wrong[0])}; "
+            "y=None is a batch without labels"
+        )
+
+
 def _described(item: Any) -> str:
     if isinstance(item, list | tuple):
         return f"a {type(item).__name__} of {', '.join(type(part).__name__ for part in item) or 'nothing'}"

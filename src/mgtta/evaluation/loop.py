@@ -9,7 +9,7 @@ from torch import Tensor
 from mgtta._lib.errors import unknown
 from mgtta._lib.profile import add
 from mgtta.adaptation.wrapper import Adapting
-from mgtta.evaluation.batches import as_batches
+from mgtta.evaluation.batches import as_batches, check_labels
 from mgtta.evaluation.metrics import HELD_IMAGES, Tally
 from mgtta.evaluation.record import Record
 from mgtta.evaluation.timing import Clock, peak_memory, process_peak_memory, reset_peak_memory
@@ -70,6 +70,7 @@ def _evaluate_domain(
         record.batches += 1
         record.predict_seconds += predicting
         record.adapt_seconds += adapting
+        check_labels(batch.y, logits.shape[1])
         labels = None if batch.y is None else batch.y.to(logits.device, non_blocking=True)
         tally.update(logits, labels, late)
         if on_batch is not None:

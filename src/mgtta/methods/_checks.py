@@ -40,6 +40,8 @@ def check_settings(chosen: Recipe, settings: dict[str, Any]) -> None:
         if key not in known:
             raise unknown(f"setting of {spelled(chosen.name)}", key, [*known, *OF_ALL])
     for key, default in known.items():
+        if isinstance(default, bool) and not isinstance(settings.get(key, default), bool):
+            raise TypeError(f"{key} must be True or False, not {settings[key]!r}")
         if default is REQUIRED and settings.get(key) is None:
             raise ValueError(f"{spelled(chosen.name)} needs {key}=...: {MADE_BY.get(key, 'give it')}")
     check_number("lr", settings.get("lr"))

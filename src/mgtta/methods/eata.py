@@ -33,7 +33,8 @@ from mgtta.models.fisher import Fisher
 class EATA(ETA):
     """Entropy of reliable, non-redundant images, without forgetting (Niu et al., ICML 2022).
 
-    fisher: what mgtta.fisher_information returned, or its file; without it the method is eta.
+    fisher: what mgtta.fisher_information returned, or its file: `mgtta fisher`, then `--set fisher=FILE`. eta is the
+    method without it.
     margin: E_0, in units of ln C.
     redundancy: eps, the cosine above which an image is redundant; None: 0.05 for 1,000 classes and 0.4 for 10, the
     authors' values, and by a power law for other numbers.

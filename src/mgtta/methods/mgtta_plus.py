@@ -75,7 +75,7 @@ class MGTTAPlus(QuickAnswer):
         decay: float = math.inf,
     ):
         super().__init__(model, optimizer, source=source, trade_off=trade_off, decay=decay)
-        self.model.use_batch_statistics(source_share, own_share, self.source.looks if alike else None)
+        self.model.use_batch_statistics(source_share, own_share, self.source.looks_for(alike, source_share))
         self.recentre = recentre
         self.balance = balance
         self.mirror = mirrors(mirror, self.source)

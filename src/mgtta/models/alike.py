@@ -55,13 +55,14 @@ class LookAlikes:
         self.weight: Tensor | None = None
 
     @torch.no_grad()
-    def seen_by(self, layer: Any, x: Tensor) -> Tensor:
-        """Return W, which the first layer finds out by its input x (n, C, ...)."""
+    def seen_by(self, layer: Any, x: Tensor) -> Tensor | None:
+        """Return W, found by the first layer from its input x (n, C, ...); None if it has not seen these images."""
         if layer is self.layer:
             white = _looks(x, self.layer.running_var) @ self.root.to(x.device, torch.float32)
             distance = torch.cdist(white, white).square() / white.shape[1]
             self.weight = (-distance / FADING).softmax(1)
-        assert self.weight is not None
+        if self.weight is None or len(self.weight) != len(x):
+            return None
         return self.weight
 
 

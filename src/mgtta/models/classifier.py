@@ -182,10 +182,9 @@ class Classifier(nn.Module):
         Args:
             source_share: of the running statistics among those that layers normalise by.
             own_share: of each image's own statistics.
-            looks: of clean images; with a source_share, images of a batch that look alike count more for one another.
-                None: all count the same.
+            looks: of clean images. Images of a batch that look alike count more for one another; None: all the same.
         """
-        alikes = LookAlikes(self.net, looks) if looks is not None and source_share else None
+        alikes = None if looks is None else LookAlikes(self.net, looks)
         use_batch_statistics(self.net, source_share, own_share, alikes)
         self._uses_batch_statistics = True
         self.source_share = source_share

@@ -241,7 +241,7 @@ def _create(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module
     if os.path.isfile(name):
         raise ValueError(f"{name} is a file: give the model's name, and the file as checkpoint={name!r} (--checkpoint)")
     if ":" not in name and not timm.is_model(architecture):  # hf-hub:owner/name is for timm to look up
-        close = difflib.get_close_matches(architecture, timm.list_models(), n=4)
+        close = difflib.get_close_matches(architecture, [*shipped("models"), *timm.list_models()], n=4)
         hint = f"; close names: {', '.join(close)}" if close else ""
         raise ValueError(f"timm has no model {name!r}{hint}; timm.list_models() shows all")
     try:

@@ -76,6 +76,22 @@ class SourceStatistics:
             return self
         return replace(self, mean=mean, std=std, head=head, by_class=by_class, looks=looks)
 
+    def looks_for(self, alike: bool, source_share: float) -> Looks | None:
+        """Return how clean images look if images that look alike shall count more; an error says what is missing."""
+        if not alike:
+            return None
+        if not source_share:
+            raise ValueError(
+                "alike=True needs a source_share above 0: it is for networks that normalise mostly by BatchNorm, for "
+                "which source_share has a default"
+            )
+        if self.looks is None:
+            raise ValueError(
+                "alike=True needs source statistics that know how clean images look to a BatchNorm layer, which these "
+                "do not: make them again with mgtta.source_statistics(model, clean_images)"
+            )
+        return self.looks
+
     def check(self, model: str, fingerprint: str) -> None:
         """Raise an error unless they were taken from the model of this name and fingerprint."""
         remedy = "mgtta.source_statistics(model, clean_images)"

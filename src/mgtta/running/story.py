@@ -14,6 +14,16 @@ from mgtta.adaptation.wrapper import Adapting
 from mgtta.running.adapt import StreamResult
 from mgtta.running.page import Gallery, write_page
 
+ACTIONS = {  # of an event -> who did what
+    "slow": "the guard went back, and lets the source answer",
+    "rest": "the guard stopped learning for a while",
+    "trust": "the guard trusted the method again",
+    "shift": "recall noticed another domain",
+    "recall": "recall loaded the state of a domain that came back",
+    "one by one": "images were normalised one by one, since classes come in turn",
+    "by batch": "images were normalised by batch again",
+}
+
 
 class Story:
     """Follows a run with a monitor: give it to `adapt_stream` as `watch`, and call `end` with the result.
@@ -104,7 +114,8 @@ def sentences(monitor: Monitor, signals: Signals | None) -> list[str]:
     if signals.alarms:
         last = signals.events[-1] if signals.events else monitor.seen.events[-1]
         times = _times(signals.alarms)
-        found.append(f"Guard, recall or normalisation acted {times}, the last time: {last.get('action')}.")
+        action = str(last.get("action"))
+        found.append(f"Guard, recall or normalisation acted {times}; last {ACTIONS.get(action, action)}.")
     if signals.gain is not None and monitor.calibration is not None:
         found.append(
             f"Estimated accuracy: {signals.source_accuracy:.0f} % without adaptation, {signals.accuracy:.0f} % with it."
