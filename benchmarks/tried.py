@@ -56,10 +56,12 @@ def alike(records: list[Record]) -> str:
     """Return top-1 by the shares of statistics, and by whether images that look alike count more."""
     found: Cells = {}
     for record in records:
-        own = {"source_share": RESNETS["source_share"], "own_share": 0.0, "alike": False, **record["settings"]}
-        row = f"{record['split']}, {NETWORKS[record['network']].words}, {own['source_share']:g}, {own['own_share']:g}"
-        if own["alike"]:
-            row += ", alike"
+        row = f"{record['split']}, {NETWORKS[record['network']].words}, "
+        if record["method"] == "noadapt":
+            row += spelled(record["method"])
+        else:
+            own = {"source_share": RESNETS["source_share"], "own_share": 0.0, "alike": False, **record["settings"]}
+            row += f"{own['source_share']:g}, {own['own_share']:g}{', alike' if own['alike'] else ''}"
         found.setdefault(row, {}).setdefault(record["kind"], []).append(record["top1"])
     return _table(dict(sorted(found.items(), reverse=True)), TURN_KINDS)
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from mgtta.data.glyphs import CLASSES
 from mgtta.data.streams import Batch
 from mgtta.running import adapt as running
 from mgtta.running.page import MOST, Gallery, write_page
+from mgtta.running.story import sentences
 
 
 @pytest.fixture
@@ -25,7 +27,7 @@ def adapt(run, folder, tmp_path):  # noqa: F811
 def test_adapt_says_device_rate_speed_and_what_changed(adapt):
     code, out, err = adapt("--lr", "0.002")
     assert code == 0, err
-    assert "mgtta on cpu, fp32, learning rate 0.002: 12 images" in err
+    assert "mgtta on cpu, fp32, learning rate 0.002: 12 images of 48 pixels" in err
     assert "12 images; 3 updates, 0 skipped" in out
     assert re.search(r"^[\d.]+ images/s$", out, re.MULTILINE)
     assert re.search(
@@ -41,6 +43,7 @@ def test_adapt_json_is_lines_for_programs_only(adapt):
     assert events[0] == {
         "event": "start",
         "images": 12,
+        "size": 48,
         "method": "mgtta",
         "device": "cpu",
         "precision": "fp32",
@@ -140,3 +143,20 @@ def test_names_on_the_page_are_escaped(tmp_path):
 def test_the_page_of_a_run_without_changes_says_so(tmp_path):
     write_page(tmp_path / "page.html", Gallery(str, str), [], [], "0 images")
     assert "No prediction changed." in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        ("recall", "acted once; last recall loaded the state of a domain that came back."),
+        ("by batch", "acted once; last images were normalised by batch again."),
+        ("something new", "acted once; last something new."),
+    ],
+)
+def test_sentences_say_who_acted(action, words):
+    monitor = SimpleNamespace(seen=SimpleNamespace(events=[{"image": 7, "action": action}]), calibration=None)
+    signals = SimpleNamespace(changed=None, shifts=2, alarms=1, events=[], gain=None)
+    assert sentences(monitor, None) == []
+    shift, acted = sentences(monitor, signals)
+    assert shift == "A shift of the domain was noticed 2 times."
+    assert acted.endswith(words)

@@ -181,7 +181,7 @@ def _story(
     share = SHARE if report is None else 1.0
     monitor = Monitor(method, source=chosen.get("source"), calibration=calibration, share=share)
     story = Story(monitor, lines, report, getattr(dataset, "name", str), _class_names(dataset, method))
-    story.start(min(len(dataset), images or len(dataset)))
+    story.start(min(len(dataset), images or len(dataset)), size or method.model.input_size[0])
     return story
 
 

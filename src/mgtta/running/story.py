@@ -50,16 +50,15 @@ class Story:
         self.signals: Signals | None = None
         self.over_time: list[Signals] = []
 
-    def start(self, images: int) -> None:
-        """Say what runs, and where."""
+    def start(self, images: int, side: int) -> None:
+        """Say what runs, and where, on how many images of so many pixels a side."""
         about = settings_of(self.monitor.method)
         if self.lines:
-            self._say("start", images=images, **about)
+            self._say("start", images=images, size=side, **about)
         else:
             lr = "" if about["lr"] is None else f", learning rate {about['lr']:g}"
-            print(
-                f"{about['method']} on {about['device']}, {about['precision']}{lr}: {images:,} images", file=sys.stderr
-            )
+            how = f"{about['method']} on {about['device']}, {about['precision']}{lr}"
+            print(f"{how}: {images:,} images of {side} pixels", file=sys.stderr)
 
     def __call__(self, batch: Any, logits: Tensor) -> None:
         """Follow a batch."""
@@ -110,7 +109,7 @@ def sentences(monitor: Monitor, signals: Signals | None) -> list[str]:
             f"{min(monitor.window, signals.images):,} images ({share} compared)."
         )
     if signals.shifts:
-        found.append(f"The domain shifted {_times(signals.shifts)}.")
+        found.append(f"A shift of the domain was noticed {_times(signals.shifts)}.")
     if signals.alarms:
         last = signals.events[-1] if signals.events else monitor.seen.events[-1]
         times = _times(signals.alarms)
