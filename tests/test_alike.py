@@ -9,6 +9,7 @@ from conftest import convnet, images
 from torch import nn
 
 import mgtta
+from mgtta._lib.timm import timm
 from mgtta.adaptation.wrapper import innermost
 from mgtta.models.alike import FADING, RIDGE, LookAlikes, Looks, LooksOfClean
 
@@ -154,3 +155,19 @@ def test_weights_do_not_follow_the_adapting_network():
     with torch.no_grad():
         layer.weight.mul_(3)
     assert torch.equal(alikes.seen_by(layer, x), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_alike_on_a_gpu_is_that_on_a_cpu_also_captured():
+    torch.manual_seed(0)
+    model = mgtta.load_model(timm.create_model("resnet10t", num_classes=5))
+    source = mgtta.source_statistics(model, clean())
+    settings = {"source": source, "alike": True, "recall": 0, **BARE}
+    slow = mgtta.create("mgtta+", model, **settings)
+    quick = mgtta.create("mgtta+", model.cuda(), precision="bf16", **settings)
+    for seed in range(12):  # captured from the ninth batch of a shape on
+        x = images(32, seed=seed)
+        expected = slow(x)
+        found = quick(x.cuda()).cpu()
+        assert (found - expected).norm() < 0.05 * expected.norm()

@@ -6,7 +6,7 @@ layers respond tells kinds of shift apart, if it is measured by how much it diff
 Notation    n images; C channels of what the first BatchNorm layer is given
             s (n, C) deviations of each image's channels over its places; l = log s
             S (C, C) covariance of l over clean images, its diagonal times 1 + RIDGE
-            D_ij = (l_i - l_j) S^-1 (l_i - l_j)^T / C: about 2 for two clean images
+            D_ij = (l_i - l_j) S^-1 (l_i - l_j)^T / C: somewhat below 1 for two clean images
             W_ij = exp(-D_ij / FADING), divided so that each row adds up to 1
 """
 
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from mgtta.models.norms import with_running_statistics
 
-RIDGE = 0.1
-FADING = 1.0
+RIDGE = 0.1  # less tells kinds of shift apart more sharply, and leaves fewer images for one that is alone
+FADING = 1.0  # D over which the weight falls by a factor of e
 LEAST_VARIANCE = 1e-3  # of a channel, as a share of the source's
 
 
@@ -51,14 +51,16 @@ class LookAlikes:
 
     def __init__(self, net: nn.Module, looks: Looks):
         self.layer: Any = net.get_submodule(looks.layer)
-        self.root = looks.root
+        self.root = looks.root.float()
         self.weight: Tensor | None = None
 
     @torch.no_grad()
     def seen_by(self, layer: Any, x: Tensor) -> Tensor | None:
         """Return W, found by the first layer from its input x (n, C, ...); None if it has not seen these images."""
         if layer is self.layer:
-            white = _looks(x, self.layer.running_var) @ self.root.to(x.device, torch.float32)
+            self.root = self.root.to(x.device)
+            looks = _looks(x, self.layer.running_var)
+            white = (looks - looks.mean(0)) @ self.root
             distance = torch.cdist(white, white).square() / white.shape[1]
             self.weight = (-distance / FADING).softmax(1)
         if self.weight is None or len(self.weight) != len(x):
