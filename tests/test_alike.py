@@ -165,7 +165,7 @@ def test_alike_on_a_gpu_is_that_on_a_cpu_also_captured():
     source = mgtta.source_statistics(model, clean())
     settings = {"source": source, "alike": True, "recall": 0, **BARE}
     slow = mgtta.create("mgtta+", model, **settings)
-    quick = mgtta.create("mgtta+", model.cuda(), precision="bf16", **settings)
+    quick = mgtta.create("mgtta+", copy.deepcopy(model).cuda(), precision="bf16", **settings)
     for seed in range(12):  # captured from the ninth batch of a shape on
         x = images(32, seed=seed)
         expected = slow(x)
