@@ -148,9 +148,9 @@ def test_the_page_of_a_run_without_changes_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("action", "words"),
     [
-        ("recall", "acted once; last recall loaded the state of a domain that came back."),
-        ("by batch", "acted once; last images were normalised by batch again."),
-        ("something new", "acted once; last something new."),
+        ("recall", "acted once; the last time, recall loaded the state of a domain that came back."),
+        ("by batch", "acted once; the last time, images were normalised by batch again."),
+        ("something new", "acted once; the last time, something new."),
     ],
 )
 def test_sentences_say_who_acted(action, words):

@@ -6,7 +6,8 @@ by what was learned. In very small batches such statistics are poor: the source 
 statistics a little of each image's, as the method does (models/blended.py), also where classes come in turn (turns.py).
 
 In networks that consist of such layers the batch's statistics are most of what a method gains, and the source is far
-too sure. There the source is also asked as it predicts by itself: a method may lose what that loses.
+too sure. There the source is also asked as it predicts by itself. What may be lost are those predictions, and an image
+is steady if, moved, it gets by itself the class that it has under the statistics of the batch.
 """
 
 from typing import NamedTuple

@@ -2,10 +2,11 @@
 
 Notation    q  the source's probabilities of an image, y = argmax q its prediction; y' the method's prediction
             lost = q_y - q_y', averaged over n images: by the source's own judgement, the accuracy that y' costs
-            (if the judge normalises by the batch, y is the prediction of the source by itself: see reference.py)
             repeats = the chance that two of the n images get the same class; r of the source, r' of the method
             spread = log((r + e) / (r' + e)), between -1 and 1; e is the chance that a few pairs make up
             harm = lost - CREDIT * spread, and at most twice what is lost
+In a network of BatchNorm layers the source judges under the statistics of the batch (reference.py). There
+            lost = q_z - q_y', z the prediction of the source by itself; below 0, harm is lost - CREDIT * max(spread, 0)
 The images are a fair sample. Among those of which the method is least sure, harm looks like a gain.
 
 The source cannot know what adaptation has learned, so `lost` rises when adaptation helps, too. But a model that gets
@@ -15,7 +16,8 @@ repeats say nothing: they can at most double what is lost.
 
 How much harm is tolerated depends on how much there is to gain. Probabilities do not tell it: some models are too sure,
 others not sure enough. So the source also sees some images moved by a few pixels. The share of them that keep their
-class is its steadiness, which is near its accuracy. The steadier the source, the less is tolerated. And where the
+class is its steadiness, which is near its accuracy (in a network of BatchNorm layers: that get the same class under the
+statistics of the batch and, moved, by the source itself). The steadier the source, the less is tolerated. And where the
 source is surer than it is steady, its judgement counts for less: `lost` is divided by the ratio of the two.
 
 Harm of one or two points cannot be told from a gain of as much. But where both models are asked, the mean of their

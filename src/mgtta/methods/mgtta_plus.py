@@ -54,7 +54,7 @@ class MGTTAPlus(QuickAnswer):
     class_mix: more of a class than usual does not count as a shift. Needs statistics by class, which older files lack.
     source_share, own_share: what the source's and each image's own statistics count in BatchNorm layers; the batch's
     have the rest. With a source_share and `gather`, few images, or those of classes in turn, are normalised one by one.
-    alike: images of a batch that look alike count more for one another there. Older files of statistics lack looks.
+    alike: in these layers, images of a batch that look alike count more. Needs looks, which older statistics lack.
     decay: the learning rate of step t is lr / sqrt(1 + t / decay); by default it does not fall.
     """
 
@@ -75,7 +75,7 @@ class MGTTAPlus(QuickAnswer):
         decay: float = math.inf,
     ):
         super().__init__(model, optimizer, source=source, trade_off=trade_off, decay=decay)
-        self.model.use_batch_statistics(source_share, own_share, self.source.looks_for(alike, source_share))
+        self.model.use_batch_statistics(source_share, own_share, self.source.looks_for(alike))
         self.recentre = recentre
         self.balance = balance
         self.mirror = mirrors(mirror, self.source)

@@ -10,18 +10,20 @@ Notation    n images; C channels of what the first BatchNorm layer is given
             W_ij = exp(-D_ij / FADING), divided so that each row adds up to 1
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mgtta.models.norms import with_running_statistics
+from mgtta.models.checks import IMAGE_AXES
 
 RIDGE = 0.1  # less tells kinds of shift apart more sharply, and leaves fewer images for one that is alone
 FADING = 1.0  # D over which the weight falls by a factor of e
 LEAST_VARIANCE = 1e-3  # of a channel, as a share of the source's
+LEAST_SHARE = 1e-9  # of the largest variance of a direction, below which it tells nothing; and the least variance
 
 
 class Looks(NamedTuple):
@@ -69,18 +71,22 @@ class LookAlikes:
 
 
 class LooksOfClean:
-    """Collects the looks of clean images."""
+    """Collects the looks of clean images.
 
-    def __init__(self, net: nn.Module):
+    Args:
+        net: whose layers have names.
+        layers: the BatchNorm layers among which the first one is looked for.
+    """
+
+    def __init__(self, net: nn.Module, layers: Sequence[Any]):
         self.net = net
-        self.layer: Any = None
+        self.layers = layers
         self.found: list[Tensor] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within the block, take in what the first BatchNorm layer of a forward pass is given."""
-        layers = with_running_statistics(self.net) if self.layer is None else [self.layer]
-        handles = [layer.register_forward_pre_hook(self._take) for layer in layers]
+        """Within the block, take in what the first of the layers in a forward pass is given."""
+        handles = [layer.register_forward_pre_hook(self._take) for layer in self.layers]
         try:
             yield
         finally:
@@ -88,28 +94,27 @@ class LooksOfClean:
                 handle.remove()
 
     def _take(self, layer: Any, inputs: tuple[Tensor, ...]) -> None:
-        if self.layer is None:
-            self.layer = layer
-        if layer is self.layer and inputs[0].ndim == 4:
+        if not self.found:
+            self.layers = [layer]
+        if layer is self.layers[0] and inputs[0].ndim == IMAGE_AXES:
             self.found.append(_looks(inputs[0], layer.running_var))
 
     def fitted(self, dtype: torch.dtype) -> Looks | None:
-        """Return how looks vary; None if there is no such layer, or fewer than two images."""
-        if not self.found:
+        """Return how looks vary; None if there is no such layer, or if they do not. A dead channel tells nothing."""
+        if not self.found or sum(map(len, self.found)) < 2:
             return None
         found = torch.cat(self.found).double()
-        if len(found) < 2:
-            return None
         covariance = torch.cov(found.T)
         covariance = covariance + RIDGE * covariance.diagonal().diag()
         values, directions = torch.linalg.eigh(covariance)
-        if not values.min() > 0:
-            return None  # a channel is the same in all images
-        name = next(name for name, module in self.net.named_modules() if module is self.layer)
-        return Looks(name, (directions / values.sqrt()).to(dtype))
+        varies = values > LEAST_SHARE * values.max()
+        if not varies.any():
+            return None
+        name = next(name for name, module in self.net.named_modules() if module is self.layers[0])
+        return Looks(name, (directions * torch.where(varies, values, math.inf).rsqrt()).to(dtype))
 
 
 def _looks(x: Tensor, source_var: Tensor) -> Tensor:
     """Return l (n, C) of x (n, C, ...)."""
     variance = x.float().flatten(2).var(2, correction=0)
-    return (variance + LEAST_VARIANCE * source_var.to(variance)).log() / 2
+    return (variance + (LEAST_VARIANCE * source_var.to(variance)).clamp(min=LEAST_SHARE)).log() / 2

@@ -17,11 +17,13 @@ from mgtta._lib.files import check_kind, check_weights, read_tensors, write_tens
 from mgtta._lib.shipped import shipped
 from mgtta.models.alike import Looks, LooksOfClean
 from mgtta.models.batches import image_batches
+from mgtta.models.blended import can_blend
 from mgtta.models.checks import IMAGE_AXES
 from mgtta.models.class_map import ClassMap, fit_class_map
 from mgtta.models.classifier import Classifier
 from mgtta.models.head import LOGITS, HeadTap
 from mgtta.models.loading import as_classifier
+from mgtta.models.norms import with_running_statistics
 
 KIND = "mgtta source statistics"
 VERSION = 4  # 1: without `head`, `head_layer` and `mirrored`; 2: without `by_class`; 3: without `looks`
@@ -76,21 +78,15 @@ class SourceStatistics:
             return self
         return replace(self, mean=mean, std=std, head=head, by_class=by_class, looks=looks)
 
-    def looks_for(self, alike: bool, source_share: float) -> Looks | None:
-        """Return how clean images look if images that look alike shall count more; an error says what is missing."""
-        if not alike:
-            return None
-        if not source_share:
+    def looks_for(self, alike: bool) -> Looks | None:
+        """Return how clean images look, if images that look alike shall count more; an error if that is not known."""
+        if alike and self.looks is None:
             raise ValueError(
-                "alike=True needs a source_share above 0: it is for networks that normalise mostly by BatchNorm, for "
-                "which source_share has a default"
+                "alike=True needs source statistics that know how clean images look to a BatchNorm layer: those of "
+                "older versions do not (make them again with mgtta.source_statistics), nor do those of networks without "
+                "such layers"
             )
-        if self.looks is None:
-            raise ValueError(
-                "alike=True needs source statistics that know how clean images look to a BatchNorm layer, which these "
-                "do not: make them again with mgtta.source_statistics(model, clean_images)"
-            )
-        return self.looks
+        return self.looks if alike else None
 
     def check(self, model: str, fingerprint: str) -> None:
         """Raise an error unless they were taken from the model of this name and fingerprint."""
@@ -112,7 +108,7 @@ def source_statistics(
     sums: list[_Sums] = []
     alike = _Alike()
     seen = _Seen()
-    looks = LooksOfClean(model.net)
+    looks = LooksOfClean(model.net, [layer for layer in with_running_statistics(model.net) if can_blend(layer)])
     layer = LOGITS
     same = False
     for x in image_batches(clean_images, batch_size):

@@ -40,6 +40,8 @@ def use_batch_statistics(
         raise ValueError(f"own_share is a share of what source_share leaves: from 0 to {most:g}, not {own_share}")
     if own_share and not source_share:
         raise ValueError("own_share needs a source_share above 0")
+    if alikes is not None and not source_share:
+        raise ValueError("alike=True needs a source_share above 0")
     for layer in batch_norms(net):
         layer.track_running_stats = False
         unset_forward(layer)

@@ -15,7 +15,7 @@ from mgtta.running.adapt import StreamResult
 from mgtta.running.page import Gallery, write_page
 
 ACTIONS = {  # of an event -> who did what
-    "slow": "the guard went back, and lets the source answer",
+    "slow": "the guard went back, and let the source answer",
     "rest": "the guard stopped learning for a while",
     "trust": "the guard trusted the method again",
     "shift": "recall noticed another domain",
@@ -114,7 +114,7 @@ def sentences(monitor: Monitor, signals: Signals | None) -> list[str]:
         last = signals.events[-1] if signals.events else monitor.seen.events[-1]
         times = _times(signals.alarms)
         action = str(last.get("action"))
-        found.append(f"Guard, recall or normalisation acted {times}; last {ACTIONS.get(action, action)}.")
+        found.append(f"Guard, recall or normalisation acted {times}; the last time, {ACTIONS.get(action, action)}.")
     if signals.gain is not None and monitor.calibration is not None:
         found.append(
             f"Estimated accuracy: {signals.source_accuracy:.0f} % without adaptation, {signals.accuracy:.0f} % with it."
