@@ -83,8 +83,8 @@ class SourceStatistics:
         if alike and self.looks is None:
             raise ValueError(
                 "alike=True needs source statistics that know how clean images look to a BatchNorm layer: those of "
-                "older versions do not (make them again with mgtta.source_statistics), nor do those of networks without "
-                "such layers"
+                "older versions do not (make them again with mgtta.source_statistics), nor do those of networks "
+                "without such layers"
             )
         return self.looks if alike else None
 
